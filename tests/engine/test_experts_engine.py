@@ -28,6 +28,7 @@ from tests.support.engines import (
 )
 from tests.support.layers import routed
 from tests.support.moe_models import CONFIGS, random_moe, with_tokenizer
+from tests.support.profiles import examples, thorough
 from tests.support.tensors import as_bytes, heavy
 
 Running = tuple[LowBitModel, VllmEngine]
@@ -146,7 +147,8 @@ def publish_and_compare(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "scheme", "dtype", "tied", "layers", "count"), cases(__file__, "publishes")
+    ("kind", "scheme", "dtype", "tied", "layers", "count"),
+    cases(__file__, "publishes") + thorough() * cases(__file__, "more publishes"),
 )
 def test_publishes_equal_a_fresh_engine_bit_for_bit(
     random_experts: Policies,
@@ -174,7 +176,7 @@ def test_publishes_equal_a_fresh_engine_bit_for_bit(
         1 if layers == "[]" else 2
     )
     engine = start_engine(model, folder, tmp_path / "start", dtype)
-    publish_and_compare((model, engine), folder, tmp_path, dtype, count)
+    publish_and_compare((model, engine), folder, tmp_path, dtype, examples(count))
 
 
 @pytest.mark.slow

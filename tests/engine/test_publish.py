@@ -34,6 +34,7 @@ from tests.support.engines import (
     start_engine,
 )
 from tests.support.kernels import AVX512
+from tests.support.profiles import examples, thorough
 
 Running = tuple[LowBitModel, VllmEngine]
 Shared = tuple[LowBitModel, VllmEngine, Publisher]
@@ -42,7 +43,8 @@ PROMPTS = [Prompt(str(n), "", tuple(sequence[:20])) for n, sequence in enumerate
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("scheme", "dtype", "layers", "tied", "publishes"), cases(__file__, "publishes")
+    ("scheme", "dtype", "layers", "tied", "publishes"),
+    cases(__file__, "publishes") + thorough() * cases(__file__, "more publishes"),
 )
 def test_publishes_equal_a_fresh_engine_bit_for_bit(
     random_policy: Policies,
@@ -60,6 +62,7 @@ def test_publishes_equal_a_fresh_engine_bit_for_bit(
     (tests/sync/test_proofs.py). Blind spot: both engines use vLLM's loading, so a fault in it shows
     in the canary only.
     """
+    publishes = examples(publishes)
     folder = random_policy(tied)
     model = make_model(folder, scheme, dtype, layers=layers)
     engine = start_engine(model, folder, tmp_path / "start", dtype)

@@ -18,9 +18,12 @@ import zmq
 
 from qarl.api.runs import evaluated
 from qarl.configs.load import config_file, load_config
+from qarl.configs.schema.run import RolloutConfig
 from qarl.quant.kernels import vllm_cpu
 from qarl.rollout.servers.vllm.start import free_ports
 from qarl.rollout.types import Prompt, Sampling
+from qarl.rollout.vllm.engine import VllmEngine
+from qarl.rollout.vllm.options import VllmOptions
 from qarl.run.evaluation_plan import plan_evaluation
 from qarl.run.export_note import export_note
 from qarl.run.prompts import open_prompter
@@ -28,7 +31,7 @@ from qarl.run.request_defaults import all_problems, request_defaults
 from qarl.sync.export import export_checkpoint
 from qarl.tasks import load_task
 from tests.support import Policies
-from tests.support.engines import SEQUENCES, disturb, make_model, start_engine
+from tests.support.engines import SEQUENCES, make_model
 from tests.support.profiles import thorough
 from tests.support.serving import request, server, wait
 
@@ -36,39 +39,6 @@ _NEW_TOKENS = 12
 _QUESTIONS = 6
 _SAMPLING = {"eos_token_id": 2, "repetition_penalty": 1.5, "temperature": 0.2, "top_k": 2}
 """Generation config of a base, which no rollout and no evaluation applies."""
-
-
-def test_a_served_export_answers_with_the_engines_tokens(random_policy: Policies, tmp_path: Path):
-    """Blind spot: one request at a time; a batch of the server's own making may round otherwise."""
-    folder = random_policy(True)
-    export = tmp_path / "an export"
-    model = make_model(folder, "w4a16")
-    disturb(model, 0)
-    engine = start_engine(model, folder, export)
-    with server(export) as (url, process):
-        sampling = Sampling(samples=1, max_new_tokens=_NEW_TOKENS, temperature=0.0)
-        answers = [engine.generate([Prompt("p", "", tuple(s))], sampling)[0][0] for s in SEQUENCES]
-        engine.close()
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("starting vLLM")
-        assert f"{url}/v1, model 'an export'" in process.stdout.readline(), "that it is ready"
-        assert [model["id"] for model in request(f"{url}/v1/models")["data"]] == ["an export"]
-        for sequence, answer in zip(SEQUENCES, answers, strict=True):
-            body = {
-                "model": "an export",
-                "prompt": sequence,
-                "max_tokens": _NEW_TOKENS,
-                "temperature": 0,
-            }
-            (choice,) = request(f"{url}/v1/completions", body | {"return_token_ids": True})[
-                "choices"
-            ]
-            assert choice["token_ids"] == list(answer.token_ids)
-        process.kill()
-        process.wait()
-        assert _ends(process.pid), "a process of the server is left"
-    if thorough():  # starts a server of its own
-        assert_the_example_asks(export)
 
 
 @pytest.fixture
@@ -90,19 +60,24 @@ def measured(random_policy: Policies, tmp_path: Path) -> Path:
     defaults = request_defaults(config, prompter.tokenizer, all_problems(load_task(config.task)))
     export = tmp_path / "an export"
     note = export_note(tmp_path / "run", config, 1, export, base)
-    export_checkpoint(make_model(base, "w4a16"), base, export, note, defaults)
+    model = make_model(base, "w4a16")
+    export_checkpoint(model, base, export, note, defaults)
     return export
 
 
-def test_plain_chats_are_answered_as_they_were_evaluated(measured: Path):
+def test_an_export_is_served_as_it_was_evaluated(measured: Path):
     """Contract: a client that knows the question alone gets the evaluated answer, of `qarl serve`
     without naming a temperature, and of `vllm serve FOLDER` at temperature 0. What the base's
-    generation config says, or another system prompt, gives other answers.
+    generation config says, or another system prompt, gives other answers. `qarl serve` completes
+    tokens as an engine of this process does, and a kill of it leaves no process.
+
+    Blind spot: one request at a time; a batch of the server's own making may round otherwise.
     """
     plan = plan_evaluation(str(measured), {})
     assert plan.asking.problems == _QUESTIONS
     (result,) = evaluated(plan, 0).results
     expected = [question.answers[0] for question in result.questions]
+    assert all(expected), "empty answers would equal any others"
 
     def answers(url: str, **fields: Any) -> list[str]:
         found = []
@@ -114,9 +89,21 @@ def test_plain_chats_are_answered_as_they_were_evaluated(measured: Path):
             found.append((choice["message"]["content"] or "").strip())
         return found
 
+    completed = completions(measured)
     with server(measured) as (url, process):
-        wait(url, process)
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("starting vLLM")
+        assert f"{url}/v1, model 'an export'" in process.stdout.readline(), "that it is ready"
+        assert [model["id"] for model in request(f"{url}/v1/models")["data"]] == ["an export"]
         assert answers(url) == expected
+        for sequence, tokens in zip(SEQUENCES, completed, strict=True):
+            body = {"model": "an export", "prompt": sequence, "max_tokens": _NEW_TOKENS}
+            body |= {"temperature": 0, "return_token_ids": True}
+            (choice,) = request(f"{url}/v1/completions", body)["choices"]
+            assert choice["token_ids"] == tokens
+        process.kill()
+        process.wait()
+        assert _ends(process.pid), "a process of the server is left"
     with server(measured, plain=True) as (url, process):
         wait(url, process)
         assert answers(url, temperature=0) == expected
@@ -125,6 +112,16 @@ def test_plain_chats_are_answered_as_they_were_evaluated(measured: Path):
         assert answers(url, temperature=0, before=other) != expected
         arguments = {"enable_thinking": True}
         assert answers(url, temperature=0, chat_template_kwargs=arguments) != expected
+
+
+def completions(export: Path) -> list[list[int]]:
+    """Return the greedy completions of `SEQUENCES` by an engine of this process."""
+    rollout = RolloutConfig(max_prompt_tokens=48, max_new_tokens=_NEW_TOKENS, max_num_seqs=4)
+    engine = VllmEngine(export, VllmOptions(rollout))
+    sampling = Sampling(samples=1, max_new_tokens=_NEW_TOKENS, temperature=0.0)
+    answers = [engine.generate([Prompt("p", "", tuple(s))], sampling)[0][0] for s in SEQUENCES]
+    engine.close()
+    return [list(answer.token_ids) for answer in answers]
 
 
 def test_an_interrupt_while_an_engine_starts_ends_the_server(
@@ -141,13 +138,14 @@ def test_an_interrupt_while_an_engine_starts_ends_the_server(
         raise KeyboardInterrupt
 
 
-def assert_the_example_asks(export: Path) -> None:
+@pytest.mark.skipif(not thorough(), reason="starts a server of its own: make test-thorough")
+def test_the_example_asks(measured: Path):
     """Check that examples/serve_export.sh serves, gets an answer, and leaves nothing running."""
     script = Path(__file__).parents[2] / "examples/serve_export.sh"
     port = free_ports(1)[0]
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
-        [str(script), str(export), str(port)],
+        [str(script), str(measured), str(port)],
         env=env,
         capture_output=True,
         text=True,

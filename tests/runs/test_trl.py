@@ -6,8 +6,7 @@ Blind spots: one process on CPUs only; tools and environments are TRL's own.
 import dataclasses
 import importlib
 import inspect
-import os
-import subprocess
+import runpy
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -253,24 +252,23 @@ def test_options_are_adjusted_aloud_or_refused_by_name(random_policy, tmp_path: 
     assert policy.low_bit.context.checkpointing is True
 
 
-def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python command in a folder."""
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *command],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def run_example(name: str, folder: Path, *arguments: str) -> None:
+    """Run a script of examples/ in a folder, within this process, which has imported TRL."""
+    script = str(ROOT / "examples" / name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", [script, *arguments])
+        runpy.run_path(script, run_name="__main__")
 
 
 @pytest.mark.slow
-def test_the_example_of_the_guide_trains_exactly_and_exports(random_policy, tmp_path: Path):
-    done = run(tmp_path, str(ROOT / "examples/trl_low_bit.py"), str(random_policy(True)))
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.count("max |Δ log p| 0.0") == 2
-    assert "14  codes of these masters, bit for bit" in done.stdout
+def test_the_example_of_the_guide_trains_exactly_and_exports(
+    random_policy, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    run_example("trl_low_bit.py", tmp_path, str(random_policy(True)))
+    printed = capfd.readouterr().out
+    assert printed.count("max |Δ log p| 0.0") == 2
+    assert "14  codes of these masters, bit for bit" in printed
 
 
 @pytest.mark.slow
@@ -293,9 +291,7 @@ def test_a_reload_that_skips_a_layer_is_found_in_two_commands(
         """Train, and return the exit statuses of the two commands and what they print."""
         folder = tmp_path / "_".join(["run", *options])
         folder.mkdir()
-        script = str(ROOT / "examples/trl_verify.py")
-        done = run(folder, script, str(model), url, *options)
-        assert done.returncode == 0, done.stderr[-2000:]
+        run_example("trl_verify.py", folder, str(model), url, *options)
         commands = (("logprobs", str(folder / "dump.jsonl")), ("weights", f"{folder}/trained", url))
         capsys.readouterr()
         statuses = [main(["verify", *command]) for command in commands]

@@ -51,6 +51,14 @@ def import_libraries() -> None:
     target.typing_context.refresh()  # as the first call of a compiled loop does
     target.target_context.refresh()
     get_quantization_config("fp8")  # of any name: it imports all
+    # as the first engine does, 0.5 s in each fork
+    from vllm.platforms import current_platform
+
+    from qarl.quant.kernels.vllm_cpu import register_triton_forms_once
+
+    if current_platform.is_cpu():
+        register_triton_forms_once()
+        current_platform.register_triton_kernel_overrides()
     _shrink_caches()
     gc.collect()
     gc.freeze()

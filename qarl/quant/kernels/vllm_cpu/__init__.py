@@ -82,7 +82,7 @@ def register() -> None:
 
     rotate_heads()
     route_in_one_group()
-    _register_triton_forms_once()
+    register_triton_forms_once()
     os.environ.setdefault(SPLIT_KEYS, "0")
     has_amx = torch.cpu._is_amx_tile_supported()
     make_rows_independent(has_amx)
@@ -113,7 +113,7 @@ def _leave_transformers_classes() -> None:
     Base._decorate_for_torch_compile = prepare_to_compile  # type: ignore[method-assign]
 
 
-def _register_triton_forms_once() -> None:
+def register_triton_forms_once() -> None:
     """Make vLLM register its C++ forms of Triton kernels once a process, not for each engine.
 
     Registering searches the attributes of all imported modules, 0.3 to 0.6 s. A module that is
