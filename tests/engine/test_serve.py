@@ -31,7 +31,7 @@ from qarl.run.request_defaults import all_problems, request_defaults
 from qarl.sync.export import export_checkpoint
 from qarl.tasks import load_task
 from tests.support import Policies
-from tests.support.engines import SEQUENCES, make_model
+from tests.support.engines import SEQUENCES, disturb, make_model
 from tests.support.profiles import thorough
 from tests.support.serving import request, server, wait
 
@@ -61,6 +61,7 @@ def measured(random_policy: Policies, tmp_path: Path) -> Path:
     export = tmp_path / "an export"
     note = export_note(tmp_path / "run", config, 1, export, base)
     model = make_model(base, "w4a16")
+    disturb(model, 1)  # a draw that does not end every answer at once
     export_checkpoint(model, base, export, note, defaults)
     return export
 
