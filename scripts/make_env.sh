@@ -4,8 +4,8 @@
 #   scripts/make_env.sh [--cpu | --cuda] [--venv FOLDER]   default: --cpu, $VENV, $QARL_ENV or .venv
 #   scripts/make_env.sh --lock [--upgrade ...]             compile all locks again; the rest goes to uv
 #
-# PYTHON names the interpreter (default python3). Nothing is built from C or C++ here; on GPUs Triton builds at run time,
-# and what a machine lacks for that is told (scripts/env/check_cuda.sh).
+# PYTHON names the interpreter (default python3). One package, pycosat, is built from C here, because it has no wheel; on
+# GPUs Triton builds at run time, and what a machine lacks for that is told (scripts/env/check_cuda.sh).
 #
 # The folder holds two files of ours. `.qarl-env` is written first and says "this folder is QaRL's, made
 # at this path"; `.qarl-stamp` is written last and holds a hash of everything the environment is made from.
@@ -77,6 +77,11 @@ check_disk() {
     free=$(($(df -Pk "$folder" | awk 'NR == 2 {print $4}') / 1024 / 1024))
     ((free >= MIN_FREE_GIB)) || die "$free GiB free at $folder, needed are $MIN_FREE_GIB" \
         "free some space, or put the environment elsewhere: make env VENV=/other/disk/qarl-env"
+}
+
+check_compiler() {
+    command -v cc >/dev/null || command -v gcc >/dev/null || die "no C compiler, and pycosat of $lock has no wheel" \
+        "install one with Python's headers (Debian, Ubuntu: apt install gcc python3-dev)"
 }
 
 # Syncing removes every package that is not in the lock, so only ever touch a folder that is ours.
@@ -169,6 +174,7 @@ sync_env() {
         bash scripts/env/check_cuda.sh "$python" || say "going on: what is made here runs once that is mended (qarl check --machine)"
     fi
     [[ -f $stamp ]] || check_disk
+    check_compiler
     rm -f "$stamp"
     make_venv
     find_uv
