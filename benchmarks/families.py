@@ -74,6 +74,8 @@ _SHORT_CONVOLUTION = {
     "block_auto_adjust_ff_dim": False,
     "conv_L_cache": 3,
 }
+_MAMBA_2 = {"mamba_n_heads": 32, "mamba_d_head": 8, "mamba_d_state": 64}
+"""Heads such that vLLM's int4 kernel for CPUs has the first projection: a multiple of 32 rows."""
 _MAMBA_LAYERS = {"layer_types": ["mamba", "attention", "mamba"]}
 _PICTURES = {
     "vision_config": {
@@ -388,30 +390,66 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "falcon-h1": (
         "FalconH1Config",
-        {**_HEADS, "mamba_d_ssm": 256, "mamba_n_heads": 8, "mamba_d_head": 32, "mamba_d_state": 64},
+        {**_HEADS, "mamba_d_ssm": 256, **_MAMBA_2},
     ),
     "granite-4-h": (
         "GraniteMoeHybridConfig",
         {
             **_MAMBA_LAYERS,
-            "mamba_n_heads": 8,
-            "mamba_d_head": 32,
-            "mamba_d_state": 64,
+            **_MAMBA_2,
             "shared_intermediate_size": 256,
             "num_local_experts": 0,
             "num_experts_per_tok": 0,
             "position_embedding_type": "rope",
         },
     ),
+    "granite-4-h-moe": (
+        "GraniteMoeHybridConfig",
+        {
+            **_MAMBA_LAYERS,
+            **_MAMBA_2,
+            "shared_intermediate_size": 128,
+            "intermediate_size": 128,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "bamba": ("BambaConfig", {**_MAMBA_2, "attn_layer_indices": [1]}),
     "nemotron-h": (
         "NemotronHConfig",
         {
             **_HEADS,
             "hybrid_override_pattern": "M-*",
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 32,
+            "time_step_min": 1e-30,
+            "mamba_num_heads": 32,
+            "mamba_head_dim": 8,
             "ssm_state_size": 64,
             "n_groups": 2,
+        },
+    ),
+    "nemotron-h-moe": (
+        "NemotronHConfig",
+        {
+            **_HEADS,
+            "hybrid_override_pattern": "ME*",
+            "time_step_min": 1e-30,
+            "mamba_num_heads": 32,
+            "mamba_head_dim": 8,
+            "ssm_state_size": 64,
+            "n_groups": 2,
+            "n_routed_experts": 8,
+            "moe_intermediate_size": 128,
+            "moe_shared_expert_intermediate_size": 128,
+        },
+    ),
+    "zamba2": (
+        "Zamba2Config",
+        {
+            "layers_block_type": ["mamba", "hybrid", "mamba"],
+            "n_mamba_heads": 32,
+            "mamba_d_state": 64,
+            "mamba_ngroups": 1,
+            "time_step_min": 1e-30,
         },
     ),
     "qwen3.5-vl": ("Qwen3_5Config", {"text_config": {**_HEADS, **_DELTA}, **_PICTURES}),

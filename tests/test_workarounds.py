@@ -141,6 +141,18 @@ UPSTREAM = {
         "tensorboard/summary/writer/event_file_writer.py",
         "            self.exception = ex\n",
     ],
+    "convolutions are views": [
+        "vllm/model_executor/layers/mamba/mamba_mixer2.py",
+        'self.register_buffer("conv_weights", conv_weights, persistent=False)',
+    ],
+    "Granite's layers are called mixers": [
+        "vllm/model_executor/models/granitemoehybrid.py",
+        'prefix=f"{prefix}.mixer",',
+    ],
+    "steps have a bound": [
+        "transformers/models/nemotron_h/modeling_nemotron_h.py",
+        'self.time_step_limit = (config.time_step_min, float("inf"))',
+    ],
     "keys are split over threads": [
         "vllm/v1/attention/backends/cpu_attn.py",
         "enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV",

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from operator import itemgetter
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -10,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
+from qarl.quant.checkpoint.folder import DELTA_NETS, rounding_layers
 from qarl.quant.checkpoint.plan import LayerPlan
 from qarl.quant.checkpoint.shapes import expert_modules, weight_shapes
 from qarl.quant.checkpoint.source_config import with_source_fields
@@ -62,10 +64,13 @@ def require_layers(config: RunConfig, model: PreTrainedModel, layers: LayerPlan)
     on_cpu = has_vllm() and not torch.cuda.is_available()
     if config.engine_here and on_cpu:
         require_head_size(config.model, model.config)
-    if on_cpu and getattr(model.config.get_text_config(), "linear_num_key_heads", None):
-        require_delta_nets(config, model.config.get_text_config())
+    if on_cpu:
+        require_states(config, model.config.get_text_config())
     if config.engine_here and has_vllm():
         require_engine_model(model, COMPUTE_DTYPES[config.dtype])
+        quantization = layers.quantization_config(config.quantization.kv_cache)
+        if quantization is not None and on_cpu:
+            require_engine_model(model, COMPUTE_DTYPES[config.dtype], quantization)
     check_scale_rule(config.quantization.scale, layers)
     if isinstance(config.learner.lora, LoraConfig):
         adapted_weights(weight_shapes(model), model.config.model_type, config.learner.lora)
@@ -82,31 +87,60 @@ def require_layers(config: RunConfig, model: PreTrainedModel, layers: LayerPlan)
         require_support(scheme, COMPUTE_DTYPES[config.dtype], is_expert)
 
 
-def require_engine_model(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def require_engine_model(
+    model: PreTrainedModel, dtype: torch.dtype, quantization: dict[str, Any] | None = None
+) -> None:
     """Raise `NoEngineModelError` with vLLM's reason if it has no such model on this machine.
 
     A model that it has is cached on disk as an answer.
 
-    model: the model, which may be on the meta device. dtype: the engine's compute dtype.
+    Args:
+        model: the model, which may be on the meta device.
+        dtype: the engine's compute dtype.
+        quantization: the checkpoint's `quantization_config`. None: unquantized.
     """
-    settings = json.dumps(with_source_fields(model.config.to_dict(), model.config), default=str)
+    config = with_source_fields(model.config.to_dict(), model.config)
+    settings = json.dumps([config, quantization], default=str)
     question = {"config": hashlib.sha256(settings.encode()).hexdigest(), "dtype": str(dtype)}
     if read_answer("engine model", question):
         return
     from qarl.quant.graph.skeleton import build_skeleton
 
-    build_skeleton(model.config, type(model).__name__, None, dtype, torch.device("cpu"))
+    device = torch.device("cpu")
+    build_skeleton(model.config, type(model).__name__, quantization, dtype, device)
     keep_answer("engine model", question, True)
 
 
-def require_delta_nets(config: RunConfig, model: PreTrainedConfig) -> None:
-    """Raise an error if the run cannot train a model of gated delta nets on CPUs.
+def require_states(config: RunConfig, model: PreTrainedConfig) -> None:
+    """Raise an error if the run cannot train a model whose layers keep a state on CPUs.
 
-    `ModelError`: vLLM's kernels do not support the heads. `ConfigError`: they do not support the
-    dtype, or the learner could not know how the engine computed each token.
+    `ModelError`: vLLM's kernels do not support the heads of delta nets. `ConfigError`: they do not
+    support the dtype, or the learner could not know how the engine computed each token.
 
     model: configuration of the language model.
     """
+    layers = rounding_layers(model.to_dict(), config.dtype)
+    if layers == DELTA_NETS:
+        _require_delta_kernels(config, model)
+    if not layers or config.learner.operators == "transformers" or not config.learner.aligned:
+        return
+    turns = config.task.speaks
+    if turns or config.rollout.servers is not None:
+        setting = "a task of several turns" if turns else "rollout.servers"
+        reason = (
+            "a later turn's prompt is computed by another kernel than its tokens were sampled by"
+            if turns
+            else "a server that interrupts a completion does not say from which token on"
+        )
+        raise ConfigError(
+            f"{setting} with {config.model!r}: its {layers} round a prompt differently from"
+            f" sampled tokens, and {reason}, so that log-probs would differ; set learner.operators"
+            " to 'transformers', whose log-probs agree up to rounding"
+        )
+
+
+def _require_delta_kernels(config: RunConfig, model: PreTrainedConfig) -> None:
+    """Raise an error if vLLM's delta nets on CPUs do not support the heads or the dtype."""
     sizes = model.linear_key_head_dim, model.linear_value_head_dim
     if sizes[0] != sizes[1] or sizes[0] not in _DELTA_HEADS:
         raise ModelError(
@@ -118,19 +152,4 @@ def require_delta_nets(config: RunConfig, model: PreTrainedConfig) -> None:
         raise ConfigError(
             f"dtype {config.dtype!r} with {config.model!r}: vLLM's gated delta nets on CPUs compute"
             " in bfloat16 alone; set dtype to bfloat16"
-        )
-    if config.learner.operators == "transformers" or not config.learner.aligned:
-        return
-    turns = config.task.speaks
-    if turns or config.rollout.servers is not None:
-        setting = "a task of several turns" if turns else "rollout.servers"
-        reason = (
-            "a later turn's prompt is computed in other blocks than its tokens were sampled in"
-            if turns
-            else "a server that interrupts a completion does not say from which token on"
-        )
-        raise ConfigError(
-            f"{setting} with {config.model!r}: its gated delta nets round a prompt differently from"
-            f" sampled tokens, and {reason}, so that log-probs would differ; set learner.operators"
-            " to 'transformers', whose log-probs agree up to rounding"
         )

@@ -12,8 +12,8 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from qarl.configs.errors import QarlError
 from qarl.configs.load import load_config
-from qarl.preflight.support import require_delta_nets
-from qarl.quant.graph.delta_net import _Core, delta_rule, engine_core, formula
+from qarl.preflight.support import require_states
+from qarl.quant.graph.delta_net import delta_rule, engine_core, formula, recurrence_of
 from qarl.quant.graph.packing import Sequences, known, pack, pack_prompts, prefilled_tokens
 from qarl.quant.graph.skeleton import build_skeleton
 from qarl.quant.kernels.row_independence import on_threads
@@ -201,7 +201,7 @@ def test_sharing_a_prompt_changes_no_value_and_sums_its_gradients(layer: Any):
         leaves = [t.float().requires_grad_() for t in stored]
         rows = [(t if index is None else t[index]).bfloat16() for t in leaves]
         trained = [w.detach().requires_grad_() for w in weights]
-        output = _Core.apply(layer, packed.sequences, *rows, *trained)
+        output = recurrence_of(layer)(packed.sequences, rows, trained)
         whole = output if index is not None else output[places]
         loss = (whole.float() * torch.linspace(-1, 1, whole.numel()).view_as(whole)).sum()
         results.append([whole, *torch.autograd.grad(loss, [*leaves, *trained])])
@@ -246,7 +246,7 @@ def test_a_run_that_could_not_be_exact_is_refused_by_name(
     config = load_config(None, {"model": "m", **flags})
     sizes = Qwen3NextConfig(**{**CONFIG.to_dict(), **changes})
     if not message:
-        require_delta_nets(config, sizes)
+        require_states(config, sizes)
         return
     with pytest.raises(QarlError, match=message):
-        require_delta_nets(config, sizes)
+        require_states(config, sizes)

@@ -17,11 +17,13 @@ from qarl.quant.checkpoint.folder import (
     check_folder,
     check_model,
     check_rotary,
+    check_steps,
     check_windows,
     describe_left_out,
     has_chat_template,
     has_states,
     local_folder,
+    rounding_layers,
     tensor_shapes,
 )
 from qarl.quant.checkpoint.load import load_config
@@ -303,6 +305,41 @@ def test_layers_with_a_state_are_known_by_their_settings(
 ):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert has_states(tmp_path) is expected
+
+
+def test_a_smallest_step_that_vllm_does_not_know_is_refused_with_the_change(tmp_path: Path):
+    file = tmp_path / "config.json"
+    for settings, refused in [
+        ({"model_type": "nemotron_h", "time_step_min": 0.001}, True),
+        ({"model_type": "nemotron_h"}, True),
+        ({"model_type": "nemotron_h", "time_step_min": 1e-30}, False),
+        ({"model_type": "granitemoehybrid", "time_step_min": 0.001}, False),
+    ]:
+        file.write_text(json.dumps(settings))
+        if not refused:
+            check_steps(tmp_path)
+            continue
+        with pytest.raises(ModelError, match=r"0\.001.*set time_step_min to 1e-30"):
+            check_steps(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "expected"),
+    [
+        ({"linear_num_key_heads": 2}, "bfloat16", "gated delta nets"),
+        ({"mamba_n_heads": 8, "layer_types": ["mamba", "attention"]}, "float32", "Mamba-2 layers"),
+        ({"mamba_num_heads": 8}, "bfloat16", "Mamba-2 layers"),
+        ({"mamba_n_heads": 8, "layer_types": ["attention", "attention"]}, "bfloat16", ""),
+        ({"mamba_d_state": 16}, "bfloat16", ""),
+        ({"conv_L_cache": 3}, "bfloat16", ""),
+        ({"conv_L_cache": 3}, "float32", "short convolutions"),
+        ({"conv_L_cache": 3, "conv_bias": True}, "float16", "short convolutions"),
+    ],
+)
+def test_layers_that_round_prompts_otherwise_are_known_by_their_settings(
+    settings: dict[str, Any], dtype: str, expected: str
+):
+    assert rounding_layers(settings, dtype) == expected
 
 
 def test_parts_for_pictures_that_are_left_out_are_named(tmp_path: Path):

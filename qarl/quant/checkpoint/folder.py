@@ -8,6 +8,7 @@ shapes of the architecture's tensors.
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,20 @@ _STATE_SETTINGS = (
 """Beginnings of names of settings that only models with such layers have, or could have."""
 _ATTENTION = ("attention", "full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers without a state."""
+
+_SMALLEST_STEPS = ("nemotron_h", "zamba2")
+"""Model types of which transformers takes `time_step_min` for a bound on steps."""
+_NO_STEP = 1e-30
+"""Bound that no step is below. transformers takes its logarithm, so that it is not 0."""
+DELTA_NETS = "gated delta nets"
+_PROMPT_ROUNDING = {
+    "linear_num_key_heads": DELTA_NETS,
+    "mamba_n_heads": "Mamba-2 layers",
+    "mamba_num_heads": "Mamba-2 layers",
+    "n_mamba_heads": "Mamba-2 layers",
+    "conv_L_cache": "short convolutions",
+}
+"""Setting that only models with such layers have → the layers' name."""
 
 _CHANGING_ROTATIONS = ("dynamic", "longrope", "su")
 
@@ -126,6 +141,7 @@ def check_folder(folder: Path, tokens: int) -> None:
     check_context(folder, tokens)
     check_rotary(folder, tokens)
     check_windows(folder, tokens)
+    check_steps(folder)
     _check_tokenizer(folder)
     tensor_shapes(folder)
 
@@ -332,9 +348,43 @@ def check_windows(folder: Path, tokens: int) -> None:
     )
 
 
-def has_delta_nets(folder: Path) -> bool:
-    """Return whether layers of a folder's model are gated delta nets, by their number of heads."""
-    return bool(_text_config(folder).get("linear_num_key_heads"))
+def check_steps(folder: Path) -> None:
+    """Raise `ModelError` for a smallest step of Mamba-2 layers that transformers applies to prompts
+    alone and vLLM nowhere.
+    """
+    config = _text_config(folder)
+    # transformers' default is 0.001
+    smallest = config.get("time_step_min", 0.001)
+    if config.get("model_type") not in _SMALLEST_STEPS or not smallest > _NO_STEP:
+        return
+    raise ModelError(
+        f"model {str(folder)!r} has time_step_min {smallest}, below which transformers lets no step"
+        " of its Mamba-2 layers fall in a prompt, and vLLM, which samples, does nowhere; set"
+        f" time_step_min to {_NO_STEP} in its config.json, with which transformers computes what"
+        " vLLM does"
+    )
+
+
+def prompt_rounding(folder: Path, dtype: str) -> str:
+    """Return `rounding_layers` of a folder's model."""
+    return rounding_layers(_text_config(folder), dtype)
+
+
+def rounding_layers(config: Mapping[str, Any], dtype: str) -> str:
+    """Return the name of a model's layers for which vLLM rounds a prompt otherwise than sampled
+    tokens, in the plural; "" if there are none.
+
+    Args:
+        config: the settings of config.json that describe the language model.
+        dtype: the engine's compute dtype.
+    """
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and kinds and all(kind in _ATTENTION for kind in kinds):
+        return ""
+    # `quant.graph.convolution` says when these round alike
+    rounds_alike = dtype != "float32" and not config.get("conv_bias")
+    settings = _PROMPT_ROUNDING.keys() - ({"conv_L_cache"} if rounds_alike else set())
+    return next((_PROMPT_ROUNDING[key] for key in sorted(settings) if config.get(key)), "")
 
 
 def has_states(folder: Path) -> bool:

@@ -114,12 +114,15 @@ def config_names(layers: Iterable[str]) -> list[str]:
     """Return layer names as config.json lists them, sorted.
 
     All experts of a layer become one anchored pattern, because a model has thousands of experts,
-    and readers compare every module with every entry.
+    and readers compare every module with every entry. vLLM 0.32 asks for the layers of Granite-4-H
+    that its checkpoints call "mamba" by "mixer", so they have both names.
     """
     names = set()
     for layer in layers:
         expert = _EXPERT.match(layer)
         names.add(rf"re:{re.escape(expert[1])}\.\d+\.[^.]+$" if expert else layer)
+        if ".mamba." in layer:
+            names.add(layer.replace(".mamba.", ".mixer."))
     return sorted(names)
 
 

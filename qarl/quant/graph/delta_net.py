@@ -20,7 +20,8 @@ keys, D columns of a key, U columns of a value, C channels of the convolution (2
 chunks, T tokens of a chunk, K width of the convolution.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,8 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qarl.configs.errors import GraphError
 from qarl.quant.graph.packing import Sequences
+from qarl.quant.graph.states import Recurrence, slices
 from qarl.quant.layers.compute_copy import MasterCopy
 
 _CHUNK = 64
@@ -57,6 +58,7 @@ class DeltaNet:
         self.sequences = sequences
         self.method = module._forward_method
         """The engine's own implementation, by whose name engine and learner are compared."""
+        self.recurrence = recurrence_of(module)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the layer's output, compute dtype [N, columns], of its input of that shape.
@@ -69,20 +71,8 @@ class DeltaNet:
         weights = [self.weights[name].routed() for name in WEIGHTS]
         # vLLM's kernels have bfloat16 alone, and `quant.model.operator_check` runs the rest of the
         # model in fp32
-        if hidden.dtype == torch.float32:
-            return module._output_projection(
-                _by_formula(module, sequences, (mixed, b, a), weights), z
-            )
-        if sequences.prefilled is None:
-            raise GraphError(
-                "this model has gated delta nets, which compute a prompt with other roundings than"
-                " sampled tokens, and it is unknown here which tokens are which, because these are"
-                " conversations of several turns, or come without a mask of the tokens that were"
-                " sampled; set learner.operators to 'transformers', whose log-probs agree up to"
-                " rounding"
-            )
-        core = _Core.apply(module, sequences, mixed, b, a, *weights)
-        return module._output_projection(core, z)
+        compute = self.recurrence.by_formula if hidden.dtype == torch.float32 else self.recurrence
+        return module._output_projection(compute(sequences, (mixed, b, a), weights), z)
 
     def _projected(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the products that vLLM's `forward_cpu` begins with.
@@ -101,78 +91,19 @@ class DeltaNet:
         return mixed, z.unflatten(-1, (module.num_v_heads, module.head_v_dim)), b, a
 
 
-class _Core(torch.autograd.Function):
-    """Convolution, gates and recurrence. It saves its inputs."""
+def recurrence_of(module: Any) -> Recurrence:
+    """Return the convolution, gates and recurrence of vLLM's module, of which only sizes are read.
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        module: Any,
-        sequences: Sequences,
-        mixed: Tensor,
-        b: Tensor,
-        a: Tensor,
-        *weights: Tensor,
-    ) -> Tensor:
-        """Return the engine's output, compute dtype [N, H, U].
-
-        Args:
-            module: vLLM's module.
-            sequences: the sequences of the row.
-            mixed: queries, keys and values before the convolution, compute dtype [N, C].
-            b: strength before its sigmoid, compute dtype [N, H].
-            a: decay before its bias and softplus, compute dtype [N, H].
-            weights: see `WEIGHTS`: compute dtype [C, 1, K], fp32 [H], compute dtype [H].
-        """
-        ctx.module = module
-        ctx.sequences = sequences
-        ctx.save_for_backward(mixed, b, a, *weights)
-        rows = [sequences.visible(t.detach()) for t in (mixed, b, a)]
-        assert sequences.prefilled is not None
-        output = engine_core(module, rows, weights, sequences.seen, sequences.prefilled)
-        own = [
-            part[len(part) - length :]
-            for part, length in zip(output.split(sequences.seen), sequences.lengths, strict=True)
-        ]
-        return torch.cat(own)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        """Differentiate `formula`, one sequence at a time."""
-        mixed, b, a, *weights = ctx.saved_tensors
-        sequences: Sequences = ctx.sequences
-        inputs = [sequences.visible(t) for t in (mixed, b, a)]
-        dinputs = [torch.zeros_like(t) for t in inputs]
-        fp32_weights = [w.detach().float().requires_grad_() for w in weights]
-        totals = [torch.zeros_like(w) for w in fp32_weights]
-        gradients = grad_outputs[0].split(sequences.lengths)
-        for seen, gradient in zip(_slices(sequences.seen), gradients, strict=True):
-            part = [t[seen].float().requires_grad_() for t in inputs]
-            with torch.enable_grad():
-                output = formula(ctx.module, part, fp32_weights)[-len(gradient) :]
-            *drows, dconv, ddecay, dbias = torch.autograd.grad(
-                output, [*part, *fp32_weights], gradient.float()
-            )
-            for rows, gradient_of_rows in zip(dinputs, drows, strict=True):
-                rows[seen] = gradient_of_rows.to(rows.dtype)
-            for total, gradient_of_weight in zip(totals, (dconv, ddecay, dbias), strict=True):
-                total += gradient_of_weight
-        returned = [total.to(w.dtype) for total, w in zip(totals, weights, strict=True)]
-        return None, None, *map(sequences.summed, dinputs), *returned
-
-
-def _slices(lengths: Sequence[int]) -> Iterator[slice]:
-    """Yield consecutive slices of these lengths."""
-    start = 0
-    for length in lengths:
-        yield slice(start, start + length)
-        start += length
+    Its inputs are those of the convolution, compute dtype [N, C], and, before their nonlinearities,
+    strength and decay [N, H]; its weights are `WEIGHTS`.
+    """
+    return Recurrence("gated delta nets", partial(engine_core, module), partial(formula, module))
 
 
 def engine_core(
     module: Any,
     rows: Sequence[Tensor],
-    weights: Sequence[Tensor],
+    weights: Sequence[Any],
     lengths: Sequence[int],
     prefilled: Sequence[int],
 ) -> Tensor:
@@ -196,7 +127,7 @@ def engine_core(
         _cpu_gdn_attention_nonspec(layer, metadata, mixed, b, a, values)
         output[index] = values
 
-    first = [part.start for part in _slices(lengths)]
+    first = [part.start for part in slices(lengths)]
     prompts = [torch.arange(count) + start for start, count in zip(first, prefilled, strict=True)]
     compute(torch.cat(prompts), _metadata(torch.arange(len(lengths)), prefilled, prefill=True))
     # All sequences take a step together, as in the engine, until each has ended.
@@ -287,20 +218,6 @@ def formula(module: Any, rows: Sequence[Tensor], weights: Sequence[Tensor]) -> T
     g = -decay.exp() * F.softplus(a + bias)
     q = q / module.head_k_dim**0.5
     return delta_rule(q, k, v, g.T, b.sigmoid().T).transpose(0, 1)
-
-
-def _by_formula(
-    module: Any, sequences: Sequences, rows: Sequence[Tensor], weights: Sequence[Tensor]
-) -> Tensor:
-    """Return the output of `formula` for each token of the row, fp32 [N, H, U]."""
-    rows = [sequences.visible(t) for t in rows]
-    weights = [weight.float() for weight in weights]
-    return torch.cat(
-        [
-            formula(module, [t[seen] for t in rows], weights)[-length:]
-            for seen, length in zip(_slices(sequences.seen), sequences.lengths, strict=True)
-        ]
-    )
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -28,9 +28,17 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from qarl.configs.errors import GraphError
 from qarl.quant.graph.attention import attention
+from qarl.quant.graph.convolution import ShortConvolution
 from qarl.quant.graph.delta_net import DeltaNet
 from qarl.quant.graph.experts import RoutedLayer
-from qarl.quant.graph.kinds import is_convolution, is_delta_net
+from qarl.quant.graph.kinds import (
+    is_convolution,
+    is_delta_net,
+    is_mamba2,
+    is_short_convolution,
+    keeps_state,
+)
+from qarl.quant.graph.mamba2 import Mamba2
 from qarl.quant.graph.operators import Operator
 from qarl.quant.graph.packing import Sequences
 from qarl.quant.graph.router_log import RouterLog
@@ -98,7 +106,9 @@ class Graph:
         self._context = context
         self._log = log
         self.delta_nets = any(map(is_delta_net, self.module.modules()))
-        """Whether the model has gated delta nets, which need `Sequences.prefilled`."""
+        """Whether the model has gated delta nets, whose kernels have bfloat16 alone."""
+        self.keeps_states = any(map(keeps_state, self.module.modules()))
+        """Whether the model has these or other layers that need `Sequences.prefilled`."""
         self._step: _Step | None = None
         """The forward that is running, None outside."""
         self._read_directly: list[tuple[nn.Module, str, MasterCopy]] = []
@@ -185,6 +195,12 @@ class Graph:
             weights = self._weights(name, module)
             weights["conv1d"] = self._masters.weights[f"{name}.conv1d", "weight"]
             module._forward_method = DeltaNet(module, weights, self._sequences)
+        elif is_short_convolution(module):
+            weights = self._of_child(name, "conv")
+            module.forward = ShortConvolution(module, weights, self._sequences)
+        elif is_mamba2(module):
+            weights = self._weights(name, module) | self._of_child(name, "conv1d")
+            module.forward = Mamba2(module, weights, self._sequences)
         elif isinstance(module, LinearBase):
             stack = self._stack(name, module)
             _without_parameters(module)
@@ -253,6 +269,14 @@ class Graph:
                     del tensors[key]
                     module.__dict__[key] = read
         return weights
+
+    def _of_child(self, name: str, child: str) -> dict[str, MasterCopy]:
+        """Return the copies of the parameters of a module's child, by their names in the module."""
+        return {
+            f"{child}.{key}": copy
+            for (module, key), copy in self._masters.weights.items()
+            if module == f"{name}.{child}"
+        }
 
     def _attention(self, name: str, module: Any) -> Callable[..., torch.Tensor]:
         """Return the forward that replaces an `Attention` module's."""

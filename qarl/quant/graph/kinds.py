@@ -13,7 +13,10 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
+from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 
 from qarl.configs.errors import GraphError
@@ -44,6 +47,21 @@ def is_delta_net(module: Any) -> bool:
     )
 
 
+def is_short_convolution(module: Any) -> bool:
+    """Return whether this is a short convolution (LFM2) by vLLM's kernels for CPUs."""
+    return isinstance(module, ShortConv) and current_platform.is_cpu()
+
+
+def is_mamba2(module: Any) -> bool:
+    """Return whether this is a Mamba-2 layer that computes by vLLM's kernels for CPUs."""
+    return isinstance(module, MambaMixer2) and current_platform.is_cpu()
+
+
+def keeps_state(module: Any) -> bool:
+    """Return whether this has a leaf that computes a prompt otherwise than sampled tokens."""
+    return is_delta_net(module) or is_short_convolution(module) or is_mamba2(module)
+
+
 def is_convolution(module: Any) -> bool:
     """Return whether this is a convolution, which vLLM holds as a linear layer of a 3-D weight."""
     weight = getattr(module, "weight", None)  # quantized layers have none of this name
@@ -68,7 +86,7 @@ def _needed(
             module.attn_type == AttentionType.DECODER and module.head_size_v == module.head_size
         )
         return "" if causal else "causal attention of keys and values of one size"
-    if is_delta_net(module):
+    if keeps_state(module):
         return _of_parameters(name, module, sources)
     if isinstance(module, AttentionLayerBase):
         return "a leaf with this attention's values in decoding and its gradient"

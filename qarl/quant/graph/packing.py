@@ -33,7 +33,7 @@ class Sequences:
     """
     prefilled: tuple[int, ...] | None = None
     """Number of leading tokens that each sequence sees and that the engine computed together, as a
-    prompt; it computed later ones one by one. None: unknown. Only delta nets depend on it.
+    prompt; it computed later ones one by one. None: unknown. Only layers with a state depend on it.
     """
 
     @classmethod

@@ -68,7 +68,7 @@ def build_skeleton(
 ) -> Skeleton:
     """Build vLLM's model of a transformers configuration.
 
-    Raises `NoEngineModelError` with vLLM's reason if it has no such model.
+    Raises `NoEngineModelError` with vLLM's reason if it has no such model, or not quantized so.
 
     Args:
         config: the model's configuration.
@@ -88,6 +88,12 @@ def build_skeleton(
             (Path(folder) / "config.json").write_text(json.dumps(written))
             skeleton = skeleton_of(Path(folder), architecture, dtype, device)
     except Exception as error:
+        if quantization is not None:
+            raise NoEngineModelError(
+                f"vLLM does not run {architecture} in this scheme on this machine:"
+                f" {_reason(error)}; take another scheme, or leave the layers of such shapes alone"
+                " by a rule (quantization.layers, 'PATTERN=bf16')"
+            ) from error
         raise NoEngineModelError(
             f"vLLM does not run {architecture} on this machine: {_reason(error)}; take another"
             " model, or sample by servers on a machine whose vLLM runs it (rollout.servers), with"
@@ -120,8 +126,15 @@ def skeleton_of(
 
 
 def _reason(error: Exception) -> str:
-    """Return vLLM's error message on one line; of its own checks without pydantic's text around."""
+    """Return vLLM's error message on one line.
+
+    Of vLLM's own checks it is without pydantic's text around, and where no kernel fits with the
+    reason of the last that was asked.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    kernels = [line for line in lines if "cannot implement due to: " in line]
+    if kernels:
+        return f"{lines[0].partition('. ')[0]}: {kernels[-1].partition('due to: ')[2]}"
     own = (
         line.removeprefix("Value error, ").partition(" [type=")[0]
         for line in lines

@@ -21,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 from qarl.configs.errors import GraphError
 from qarl.quant.checkpoint.families import family_of
 from qarl.quant.graph.graph import Graph, Masters
-from qarl.quant.graph.kinds import is_convolution, is_delta_net, refuse_unknown
+from qarl.quant.graph.kinds import is_convolution, keeps_state, refuse_unknown
 from qarl.quant.graph.loading import trace_loading
 from qarl.quant.graph.router_log import RouterLog
 from qarl.quant.graph.skeleton import build_skeleton
@@ -56,7 +56,7 @@ def engine_model(
     for name, module in modules.items():
         refuse_unknown(name, module, sources)
         multiplies = isinstance(module, LinearBase) and not is_convolution(module)
-        if is_delta_net(module):
+        if keeps_state(module):
             in_fp32 |= {
                 source
                 for key, parameter in module._parameters.items()

@@ -288,8 +288,8 @@ class LowBitModel(nn.Module):
 
         Args:
             tokens: int64 [B, T], padded on the right.
-            wanted: bool [B, T], the chosen positions. Without `packed`, a delta net takes their
-                next tokens for the sampled ones (`prefilled_tokens`).
+            wanted: bool [B, T], the chosen positions. Without `packed`, layers with a state
+                take their next tokens for the sampled ones (`prefilled_tokens`).
             experts: experts to route to, integer [B, T, L, K] over decoder layers L; -1 where the
                 router chooses. None: it chooses everywhere.
             packed: how the sequences are put into one row of N tokens, without padding.
@@ -299,7 +299,7 @@ class LowBitModel(nn.Module):
         if self.operators == "engine":
             if packed is None:
                 rows = Sequences.apart([tokens.shape[1]] * len(tokens))
-                if self.graph.delta_nets:
+                if self.graph.keeps_states:
                     length = torch.full_like(tokens[:, 0], tokens.shape[1])
                     prefilled = prefilled_tokens(wanted[:, :-1], length)
                     rows = replace(rows, prefilled=known(prefilled.tolist()))

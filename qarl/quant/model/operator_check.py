@@ -16,7 +16,7 @@ Axes: B sequences, N tokens of all sequences, C hidden columns.
 import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -198,7 +198,8 @@ def _engine_trace(graph: Any, rows: list[list[int]], device: torch.device) -> _T
     modules = graph.decoder_layers
     with _hooked(modules, embedded, output):
         tokens = torch.tensor([token for row in rows for token in row], device=device)
-        hidden = graph.hidden(tokens, Sequences.apart([len(row) for row in rows]))
+        sequences = Sequences.apart([len(row) for row in rows])
+        hidden = graph.hidden(tokens, replace(sequences, prefilled=sequences.lengths))
         logits = graph.logits(hidden)
     parts = logits.float().split([len(row) for row in rows])
     return _Trace(layers, torch.cat([_logprobs(*p) for p in zip(parts, rows, strict=True)]))

@@ -7,6 +7,7 @@ gradient flows to its master.
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -270,13 +271,20 @@ def _make_experts(
             top_k=experts_per_token(config),
             hidden=hidden,
             intermediate=merged // 2,
-            activation=getattr(config, "hidden_activation", None) or config.hidden_act,
+            activation=_activation(config, module),
             layout=family.experts,
         )
         # Plans make sure that all experts of a layer have one scheme.
         scheme = plan.schemes[f"{layer}.0.{family.experts.down}"]
         layers[layer] = RoutedLowBitExperts(layer, gate_up, down, shape, scheme, context)
     return layers
+
+
+def _activation(config: PreTrainedConfig, experts: Any) -> str:
+    """Return transformers' name of the activation in a module of fused experts."""
+    names = (getattr(config, key, None) for key in ("hidden_activation", "hidden_act"))
+    # LFM2's configuration has none, and its experts a function of torch's.
+    return next(filter(None, names), None) or experts.act_fn.__name__
 
 
 def _detach_copies(model: nn.Module, context: LayerContext) -> dict[str, MasterCopy]:

@@ -74,8 +74,8 @@ class VllmEngine:
                 " rollout.kv_cache_gib and the scheme's support on this machine"
             ) from error
         VllmEngine._open = True
-        if options.delta_nets:
-            self._refuse_preemption()
+        if options.rounding:
+            self._refuse_preemption(options.rounding)
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
         """See `SamplingEngine.generate`.
@@ -182,16 +182,18 @@ class VllmEngine:
         tokenizer = self._llm.get_tokenizer()
         self._vocabulary.require(sequences, "a sequence for the engine", tokenizer)
 
-    def _refuse_preemption(self) -> None:
+    def _refuse_preemption(self, layers: str) -> None:
         """Make vLLM raise instead of preempting a request.
 
-        It would compute the request's tokens again, together, as a prompt. A delta net gives them
-        other bits then than when it sampled them, and nothing would say from which token on.
+        It would compute the request's tokens again, together, as a prompt. These layers give them
+        other bits then than when they sampled them, and nothing would say from which token on.
+
+        layers: their name, in the plural.
         """
         core: Any = self._llm.llm_engine.engine_core
         if not hasattr(core, "engine_core"):
             raise EngineError(
-                "VLLM_ENABLE_V1_MULTIPROCESSING=1 with a model of gated delta nets: vLLM's"
+                f"VLLM_ENABLE_V1_MULTIPROCESSING=1 with a model of {layers}: vLLM's"
                 " scheduler is in another process, where nobody sees whether it interrupts a"
                 " completion; unset it or set it to 0"
             )
@@ -199,8 +201,8 @@ class VllmEngine:
         def preempt(request: Any, *rest: Any, **more: Any) -> None:
             raise EngineError(
                 "the cache is full, so vLLM would interrupt a completion and compute it again, with"
-                " other log-probs, because this model has gated delta nets; raise"
-                " rollout.kv_cache_gib, or lower rollout.max_num_seqs"
+                f" other log-probs, because this model has {layers}; raise rollout.kv_cache_gib, or"
+                " lower rollout.max_num_seqs"
             )
 
         core.engine_core.scheduler._preempt_request = preempt

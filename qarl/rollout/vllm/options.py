@@ -8,7 +8,7 @@ from typing import Any
 
 from qarl.configs.errors import InputError
 from qarl.configs.schema.run import RolloutConfig
-from qarl.quant.checkpoint.folder import has_delta_nets, has_states
+from qarl.quant.checkpoint.folder import has_states, prompt_rounding
 from qarl.quant.runtime.batch_invariance import batch_invariant, kernel_arguments
 from qarl.quant.runtime.libraries import INT4_AS_W4A8, SETTLED, refuse_split_keys
 from qarl.rollout.engine import EngineError
@@ -30,14 +30,17 @@ class VllmOptions:
 
     Torch's process group is then open.
     """
-    delta_nets: bool = False
-    """True if the model has gated delta nets, see `of_model`."""
+    rounding: str = ""
+    """Name of the model's layers that round a prompt otherwise than sampled tokens, see `of_model`;
+    "" if there are none.
+    """
     states: bool = False
     """True if the model has these or other layers with a state, see `of_model`."""
 
     def of_model(self, checkpoint: Path) -> "VllmOptions":
         """Return the options for the model in a checkpoint folder."""
-        return replace(self, delta_nets=has_delta_nets(checkpoint), states=has_states(checkpoint))
+        rounding = prompt_rounding(checkpoint, self.dtype)
+        return replace(self, rounding=rounding, states=has_states(checkpoint))
 
     @property
     def logprobs_mode(self) -> str:

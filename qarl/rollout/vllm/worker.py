@@ -1,6 +1,6 @@
 """The worker's side of a publish: loads a stream of tensors into the model, layer by layer.
 
-The stream has the checkpoint's names. vLLM 0.32's own `reload_weights` is wrong on CPU in four
+The stream has the checkpoint's names. vLLM 0.32's own `reload_weights` is wrong on CPU in five
 ways, all undone here:
 
 - It copies reprocessed tensors back over the first load's, while oneDNN handlers keep raw pointers
@@ -11,6 +11,8 @@ ways, all undone here:
   checkpoint's name.
 - Unquantized experts are prepacked at the first load only and then left raw. Here their kernel is
   made anew.
+- A Mamba-2 layer reads its convolution through a view of the first load's weight. Here it gets a
+  view of the new one.
 
 tests/engine/test_publish.py compares the outcome with freshly loaded engines. Remove each
 workaround when vLLM's own reload passes that test.
@@ -31,6 +33,7 @@ from vllm.model_executor.layers.fused_moe import (
 )
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.mamba.abstract import MambaBase
+from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import (
     CompressedTensorsW4A8Int,
@@ -144,6 +147,7 @@ def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTen
             put_back(unregistered, model, graphs=not config.model_config.enforce_eager)
         if current_platform.is_cpu():
             _prepare_heads(model)
+            _view_convolutions(model)
     unconsumed, missing = compare_names(before.values(), sent)
     incomplete = tuple(sorted({*missing, *waiting}))
     return LoadReport(digest.hexdigest(), unconsumed, incomplete)
@@ -272,6 +276,15 @@ def _prepare_heads(model: nn.Module) -> None:
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             # Not imported by name: the plugin may replace it after this module is imported.
             utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _view_convolutions(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, MambaMixer2):
+            # with AVX512-BF16 vLLM packs the weight, which no kernel of Mamba-2 reads so
+            packed: Any = module.conv1d
+            weight = getattr(packed, "_cpu_unpacked_conv_weight", packed.weight)
+            module.conv_weights = weight.data.view(module.conv_weights.shape)
 
 
 def _scheme_of(
