@@ -430,6 +430,18 @@ def test_a_config_says_whether_schemes_are_mixed():
     ]
 
 
+def test_mamba_layers_are_listed_by_every_name_that_vllm_asks_for():
+    """Contract: a rule for one of them reaches vLLM's module in Granite-4-H and in Falcon-H1."""
+    layers = [f"model.layers.{n}.mamba.{part}" for n in (0, 1) for part in ("in_proj", "out_proj")]
+    config = plan_of("model.layers.1.mamba.in_proj=bf16", layers=layers).quantization_config()
+    assert config is not None
+    names = ["model.3.mixer", "model.layers.1.mamba", "model.layers.1.mixer"]
+    assert config["ignore"] == [f"{name}.in_proj" for name in names]
+    assert vllm_reads(config, "model.layers.1.mixer.in_proj") == "bf16"
+    assert vllm_reads(config, "model.layers.0.mixer.in_proj") == "w4a16"
+    assert vllm_reads(config, "model.2.mixer.in_proj") == "w4a16"
+
+
 def test_experts_take_one_line_a_layer():
     """Contract: experts take one entry per layer.
 

@@ -90,8 +90,8 @@ def drawn(
 
 def test_a_token_has_the_same_bits_beside_other_sequences_and_on_one_thread(layer: Any):
     """Contract: values depend on the sequence's own past and on where its prompt ended, alone."""
-    recurrence, *shapes = layer
-    rows, weights = drawn(*shapes, sum(LENGTHS))
+    recurrence, columns, shapes = layer
+    rows, weights = drawn(columns, shapes, sum(LENGTHS))
     together = recurrence.values(rows, weights, LENGTHS, PREFILLED)
     assert together.isfinite().all()
     parts = zip(rows[0].split(LENGTHS), LENGTHS, PREFILLED, strict=True)
@@ -105,8 +105,8 @@ def test_a_prompt_has_the_same_bits_whatever_follows(layer: Any):
     """Contract: later tokens do not change earlier ones, and rounding alone tells a prompt's values
     from sampled tokens'.
     """
-    recurrence, *shapes = layer
-    rows, weights = drawn(*shapes, 200)
+    recurrence, columns, shapes = layer
+    rows, weights = drawn(columns, shapes, 200)
     whole = recurrence.values(rows, weights, [200], [200])
     sampled = recurrence.values(rows, weights, [200], [64])
     assert torch.equal(whole[:64], sampled[:64])
@@ -115,8 +115,8 @@ def test_a_prompt_has_the_same_bits_whatever_follows(layer: Any):
 
 def test_the_formula_is_near_the_engines_values(layer: Any):
     """The difference is that of bfloat16: vLLM rounds the convolution's result and states to it."""
-    recurrence, *shapes = layer
-    rows, weights = drawn(*shapes, 150)
+    recurrence, columns, shapes = layer
+    rows, weights = drawn(columns, shapes, 150)
     engine = recurrence.values(rows, weights, [150], [70]).float()
     values = recurrence.formula([t.float() for t in rows], [w.float() for w in weights])
     assert (engine - values).abs().mean() < 0.01 * values.abs().mean()
@@ -206,7 +206,7 @@ def test_sharing_a_prompt_changes_no_value_and_sums_its_gradients(layer: Any):
     """Contract: three answers to one prompt that is stored once have the values and gradients of
     three whole sequences. A masked answer may bring the prompt.
     """
-    recurrence, *shapes = layer
+    recurrence, columns, shapes = layer
     prompt = torch.tensor([7, 7, 7])
     length = torch.tensor([20, 90, 8])
     token = torch.arange(1, 90)[None]
@@ -216,7 +216,7 @@ def test_sharing_a_prompt_changes_no_value_and_sums_its_gradients(layer: Any):
     zero = torch.zeros(3, dtype=torch.int64)
     shared = pack(length, 90, torch.tensor([0, 7, 7]), zero, prefilled)
     apart = pack(length, 90, zero, zero, prefilled)
-    (stored,), weights = drawn(*shapes, int(shared.kept.sum()))
+    (stored,), weights = drawn(columns, shapes, int(shared.kept.sum()))
     places = shared.places[apart.kept]
     results = []
     for packed, index in ((shared, None), (apart, places)):

@@ -155,7 +155,10 @@ def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
         if not known or beside:
             others = f" beside {beside}" if beside else ""
             transposed = {"gate_up_proj", "down_proj"} == stacks and not known
-            layout = ", which are transposed" if transposed else ""
+            gateless = stacks == {"up_proj", "down_proj"}
+            layout = (
+                ", which are transposed" if transposed else ", without a gate" if gateless else ""
+            )
             raise SchemeError(
                 f"{name!r} of model type {model.config.model_type!r} is a {type(module).__name__}"
                 f" of 3-D weights {sorted(stacks)}{others}{layout}; known are"

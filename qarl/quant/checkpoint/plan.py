@@ -22,6 +22,8 @@ from qarl.quant.schemes import (
 )
 
 _EXPERT = re.compile(r"(.+\.experts)\.\d+\.[^.]+$")
+_MAMBA = re.compile(r"(.+)\.layers\.(\d+)\.mamba\.(.+)")
+_NUMBER = re.compile(r"\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -61,12 +63,13 @@ class LayerPlan:
         Args:
             kv_cache: "fp8" (e4m3), or None.
         """
-        targets = {name: config_names(layers) for name, layers in self.quantized.items()}
+        depth = 1 + max(map(_layer_number, self.schemes), default=0)
+        targets = {name: config_names(layers, depth) for name, layers in self.quantized.items()}
         if list(targets) == [self.main.name]:
             heads = filter(is_protected, targets[self.main.name])
             targets = {self.main.name: ["Linear", *heads]}
         groups = [(get_scheme(name), names) for name, names in targets.items()]
-        return write_quantization_config(groups, config_names(self.ignored), kv_cache)
+        return write_quantization_config(groups, config_names(self.ignored, depth), kv_cache)
 
 
 def make_plan(
@@ -110,20 +113,31 @@ def make_plan(
     return LayerPlan(main, schemes)
 
 
-def config_names(layers: Iterable[str]) -> list[str]:
+def config_names(layers: Iterable[str], depth: int) -> list[str]:
     """Return layer names as config.json lists them, sorted.
 
     All experts of a layer become one anchored pattern, because a model has thousands of experts,
-    and readers compare every module with every entry. vLLM 0.32 asks for the layers of Granite-4-H
-    that its checkpoints call "mamba" by "mixer", so they have both names.
+    and readers compare every module with every entry. vLLM 0.32 asks by other names for the layers
+    that checkpoints call "mamba", so they have several: Granite-4-H's are "mixer" there, and
+    Falcon-H1's are also counted from the number of decoder layers on.
+
+    layers: checkpoint names. depth: number of decoder layers.
     """
     names = set()
     for layer in layers:
         expert = _EXPERT.match(layer)
         names.add(rf"re:{re.escape(expert[1])}\.\d+\.[^.]+$" if expert else layer)
-        if ".mamba." in layer:
-            names.add(layer.replace(".mamba.", ".mixer."))
+        mamba = _MAMBA.fullmatch(layer)
+        if mamba:
+            names.add(f"{mamba[1]}.layers.{mamba[2]}.mixer.{mamba[3]}")
+            names.add(f"{mamba[1]}.{depth + int(mamba[2])}.mixer.{mamba[3]}")
     return sorted(names)
+
+
+def _layer_number(name: str) -> int:
+    """Return the number of the decoder layer in a layer's name, from 0; -1 if it has none."""
+    number = _NUMBER.search(name)
+    return int(number[1]) if number else -1
 
 
 def _apply(rules: Sequence[LayerRule], names: Sequence[str]) -> dict[str, LayerRule]:

@@ -57,7 +57,7 @@ class ShortConvolution:
             self.weights[name].routed() if name in self.weights else None for name in WEIGHTS
         ]
         sequences = self.sequences()
-        width = weights[0].shape[-1]
+        width = self.module.L_cache
         if sequences.prefilled is None and weights[1] is None and same_bits(width, hidden.dtype):
             sequences = replace(sequences, prefilled=sequences.seen)
         gated = SHORT_CONVOLUTION(sequences, [projected], weights)
