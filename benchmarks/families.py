@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from benchmarks.family_commands import print_row, registered, table, through_commands
 from benchmarks.random_policy import SIZES
 from qarl.cli.options import json_file, write_json
-from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.schema.run import LayerRule, RolloutConfig
 from qarl.embedded.recipe import RECIPES, ensure_recipe
 from qarl.learner.batching import Batch, make_batch
 from qarl.learner.logprobs import token_logprobs
@@ -502,6 +502,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """Name → transformers' configuration class, and the differences from `SIZES` and `_TOKENS`."""
 
+RULES = {"gpt-oss": ("*.experts.*=bf16",)}
+"""Name → layer rules beside quantizing schemes: layers for which vLLM has no low-bit product."""
+
 _PEAK = 3.0
 """Standard deviation of an untrained model's logits.
 
@@ -561,7 +564,8 @@ def measure(
         masters = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         reference = copy.deepcopy(masters)
         context = LayerContext(COMPUTE_DTYPES[dtype], "auto")
-        model = LowBitModel(masters, get_scheme(scheme), context, "engine")
+        rules = [LayerRule.model_validate(rule) for rule in RULES.get(name, ()) if scheme != "bf16"]
+        model = LowBitModel(masters, get_scheme(scheme), context, "engine", rules)
         generator = torch.Generator().manual_seed(0)
         drawn = torch.randint(16, 500, (samples, 16), generator=generator).tolist()
         prompts = [Prompt(str(n), "", tuple(row)) for n, row in enumerate(drawn)]
@@ -641,13 +645,10 @@ def _reference(
     # dequantized weights by the identity of their master
     values = {id(layer.master): layer.weight_used() for layer in model.linears.values()}
     for experts in model.experts.values():
-        values |= dict(
-            zip(
-                map(id, experts.masters),
-                experts.stacks_used(torch.float32),
-                strict=True,
-            )
-        )
+        stacks = experts.stacks_used(torch.float32)
+        if experts.shape.layout.transposed:
+            stacks = tuple(stack.transpose(1, 2) for stack in stacks)
+        values |= dict(zip(map(id, experts.masters), stacks, strict=True))
     names = {name: values.get(id(parameter)) for name, parameter in model.loaded.items()}
     parameters = dict(reference.named_parameters())
     with torch.no_grad():
@@ -690,7 +691,8 @@ def _through_commands(names: list[str], scheme: str, dtype: str) -> list[dict[st
             except Exception as error:
                 row = {"family": name, "outcome": "not made", "reason": f"{error}"}
             else:
-                row = through_commands(name, Path(folder), scheme, dtype)
+                rules = RULES.get(name, ()) if scheme != "bf16" else ()
+                row = through_commands(name, Path(folder), scheme, dtype, rules)
         rows.append(row)
         print_row(row)
     if not names:

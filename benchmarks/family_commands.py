@@ -12,6 +12,7 @@ import shutil
 import signal
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,12 @@ def registered() -> dict[str, str]:
     return {name: configs.get(types.get(name, ""), "") for name in _TEXT_GENERATION_MODELS}
 
 
-def through_commands(name: str, folder: Path, scheme: str, dtype: str) -> dict[str, Any]:
+def through_commands(
+    name: str, folder: Path, scheme: str, dtype: str, rules: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the row of the model in a folder: what the commands say, and how the run ended.
+
+    rules: layer rules of the run.
 
     `outcome` is one of "exact", "bounded" (log-probs differ), "refused", "crashed" (a traceback, a
     signal, or no end), and "untrue" (a command says other than the run shows).
@@ -51,7 +56,8 @@ def through_commands(name: str, folder: Path, scheme: str, dtype: str) -> dict[s
     with tempfile.TemporaryDirectory() as temporary:
         run = Path(temporary) / "run"
         model = ("--model", folder, "--dtype", dtype)
-        chosen = (*model, *_TRAIN, "--scheme", scheme, "--output", run)
+        layers = ("--layers", ",".join(rules)) if rules else ()
+        chosen = (*model, *_TRAIN, "--scheme", scheme, *layers, "--output", run)
         listed = _command("schemes", *model)
         checked = _command("check", *chosen)
         trained = _command("train", *chosen)

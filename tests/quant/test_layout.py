@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import GptOssConfig, Qwen3NextConfig
+from transformers import Llama4TextConfig, Qwen3NextConfig
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from qarl.cli.schemes import checkpoint_bytes
@@ -166,10 +166,10 @@ def test_routers_and_shared_expert_gates_stay_in_the_compute_dtype(kind: str, tm
 
 
 def test_unknown_layouts_are_refused_from_the_skeleton(tmp_path: Path):
-    GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=64).save_pretrained(
+    Llama4TextConfig(**SIZES, num_local_experts=4, intermediate_size_mlp=128).save_pretrained(
         tmp_path
     )
-    with pytest.raises(SchemeError, match=r"'gpt_oss'.*3-D weights.*known are mixtures of experts"):
+    with pytest.raises(SchemeError, match=r"'llama4_text'.*3-D.*transposed; known are mixtures of"):
         model_skeleton(tmp_path)
 
 

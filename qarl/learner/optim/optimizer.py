@@ -89,7 +89,10 @@ class MasterOptimizer:
             if master.dtype != torch.float32:
                 master.grad_dtype = torch.float32
             own_shape = own_rows(master.detach()).shape
-            indices = list(matrices_of(name, own_shape)) if name in self._by_muon else []
+            alternating = f"{name}_bias" in masters
+            indices = (
+                list(matrices_of(name, own_shape, alternating)) if name in self._by_muon else []
+            )
             rounding = config.rounding_of(short_name(master.dtype))
             cut = shard_of(master) if indices and master.ndim == 2 else None
             self._steps[name] = MasterStep(
@@ -282,14 +285,23 @@ def muon_masters(
     ]
 
 
-def matrices_of(name: str, shape: torch.Size) -> Iterator[Index]:
+def matrices_of(name: str, shape: torch.Size, alternating: bool = False) -> Iterator[Index]:
     """Yield the index of each matrix in a master of that shape.
 
     A 2-D master is one matrix. Stacked experts have one matrix for each expert; gate and up count
     as two.
+
+    alternating: whether the experts are gpt-oss's, whose columns of gate and up alternate.
     """
     if len(shape) == 2:
         yield (slice(None),)
+        return
+    if alternating and name.endswith("gate_up_proj"):
+        yield from (
+            (expert, slice(None), slice(first, None, 2))
+            for expert in range(shape[0])
+            for first in range(2)
+        )
         return
     rows = shape[1] // 2 if name.endswith("gate_up_proj") else shape[1]
     for expert in range(shape[0]):

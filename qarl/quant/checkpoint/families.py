@@ -5,13 +5,16 @@ transformers 5 holds a layer's experts as two 3-D parameters, `experts.gate_up_p
 name some modules differently. The conversions by which transformers loads and saves checkpoints
 define these names. tests/quant/test_layout.py compares them with what `save_pretrained` writes.
 
+gpt-oss has both parameters transposed, [E, H, 2I] and [E, I, H], with the columns of gate and up
+alternating, and a bias of each. Its checkpoints have them as they are.
+
 Axes: E experts, H hidden columns, I expert columns.
 """
 
 import functools
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -32,6 +35,15 @@ STACKED: Mapping[str, tuple[str, ...]] = {
 All parts of a module have one scheme and one tensor-wide scale.
 """
 
+SWIGLUOAI = "swigluoai"
+"""vLLM's name of gpt-oss's gate: rows of gate and up alternate, both are limited, and their product
+is (up + 1) · gate · σ(slope · gate).
+"""
+SWIGLUOAI_SLOPE = 1.702
+"""Slope of that gate. vLLM 0.32 has this one whatever config.json says."""
+SWIGLUOAI_LIMIT = 7.0
+"""Upper bound of that gate, and of the absolute value of up; likewise."""
+
 _EACH = re.compile(r"(.*)\.experts\.\*\.(\w+)\.weight")
 
 
@@ -49,6 +61,8 @@ class ExpertLayout:
     """True if an unquantized checkpoint has a layer's experts in two tensors, as transformers does
     (Granite, Gemma 4). Quantized checkpoints always name each matrix, as vLLM reads them.
     """
+    transposed: bool = False
+    """True if masters and checkpoint have the two tensors transposed, [E, H, 2I] and [E, I, H]."""
 
     @property
     def projections(self) -> tuple[str, str, str]:
@@ -69,9 +83,13 @@ class ExpertsShape:
     intermediate: int
     """Expert columns, I."""
     activation: str
-    """Activation between gate and down projection, by transformers' name ("silu")."""
+    """Activation between gate and down projection, by transformers' name ("silu"), or
+    `SWIGLUOAI`.
+    """
     layout: ExpertLayout
     """The checkpoint's names of the matrices."""
+    biased: bool = False
+    """True if both products have a bias."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +160,7 @@ def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
     modules stay in the compute dtype, whatever the shape of their weights.
 
     Raises `SchemeError` for a mixture of experts with other 3-D parameters of an unknown layout,
-    because these would be missed otherwise.
+    because these would be missed otherwise, and for gpt-oss's with another gate than vLLM's.
     """
     if not _has_experts(model.config):
         return
@@ -151,6 +169,10 @@ def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
         if not stacks or isinstance(module, _ConvNd):
             continue
         beside = sorted({key for key, _ in module.named_parameters()} - stacks)
+        if is_gpt_oss(module):
+            _refuse_other_gates(name, module)
+            yield name, module
+            continue
         known = stacks == {"gate_up_proj", "down_proj"} and _gate_rows_first(module)
         if not known or beside:
             others = f" beside {beside}" if beside else ""
@@ -163,7 +185,7 @@ def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
                 f"{name!r} of model type {model.config.model_type!r} is a {type(module).__name__}"
                 f" of 3-D weights {sorted(stacks)}{others}{layout}; known are"
                 " mixtures of experts with gate_up_proj [E, 2I, H] and down_proj [E, H, I], and no"
-                " biases; take another model"
+                " biases, and gpt-oss's; take another model"
             )
         yield name, module
 
@@ -173,6 +195,57 @@ def _has_experts(config: PreTrainedConfig) -> bool:
     fields = config.get_text_config().to_dict()
     return any("expert" in name and bool(value) for name, value in fields.items()) or any(
         fields.get(name) for name in EXPERTS_A_TOKEN
+    )
+
+
+def is_gpt_oss(experts: nn.Module) -> bool:
+    """Return whether these experts have the layout of gpt-oss, by transformers' marks."""
+    marks = ("is_transposed", "has_bias", "is_concatenated")
+    is_alternating = [getattr(experts, mark, None) for mark in marks] == [True, True, False]
+    names = {name for name, _ in experts.named_parameters()}
+    stacks = {"gate_up_proj", "down_proj"}
+    return is_alternating and names == stacks | {f"{stack}_bias" for stack in stacks}
+
+
+def _refuse_other_gates(name: str, experts: nn.Module) -> None:
+    """Raise `SchemeError` for a slope or a limit of gpt-oss's gate that vLLM would not compute."""
+    gate = getattr(experts, "alpha", None), getattr(experts, "limit", None)
+    if gate != (SWIGLUOAI_SLOPE, SWIGLUOAI_LIMIT):
+        raise SchemeError(
+            f"{name!r} has gates of slope {gate[0]} and limit {gate[1]} (swiglu_alpha, swiglu_limit"
+            f" in config.json), and vLLM computes {SWIGLUOAI_SLOPE} and {SWIGLUOAI_LIMIT} whatever"
+            " config.json says; take a model with these"
+        )
+
+
+def expert_sizes(experts: nn.Module) -> tuple[int, int, int]:
+    """Return E, H and I of a module of fused experts."""
+    count, rows, columns = experts.get_parameter("down_proj").shape
+    return (count, columns, rows) if is_gpt_oss(experts) else (count, rows, columns)
+
+
+def experts_shape(
+    experts: nn.Module, layout: ExpertLayout, config: PreTrainedConfig
+) -> ExpertsShape:
+    """Return the sizes, names and activation of a module of fused experts.
+
+    layout: names of the family's experts. config: the model's configuration.
+    """
+    count, hidden, intermediate = expert_sizes(experts)
+    alternates = is_gpt_oss(experts)
+    names = (getattr(config, key, None) for key in ("hidden_activation", "hidden_act"))
+    # LFM2's configuration has none, and its experts a function of torch's.
+    plain = next(filter(None, names), None) or getattr(
+        getattr(experts, "act_fn", None), "__name__", ""
+    )
+    return ExpertsShape(
+        experts=count,
+        top_k=experts_per_token(config),
+        hidden=hidden,
+        intermediate=intermediate,
+        activation=SWIGLUOAI if alternates else plain,
+        layout=replace(layout, transposed=alternates),
+        biased=alternates,
     )
 
 

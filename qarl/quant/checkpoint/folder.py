@@ -155,10 +155,25 @@ def check_model(folder: Path) -> None:
             if isinstance(quantization, dict)
             else quantization
         )
+        remedy = _mxfp4_remedy(folder) if method == "mxfp4" else "give the original checkpoint"
         raise ModelError(
             f"model {str(folder)!r} is already quantized ({method}); training needs full-precision"
-            " masters: give the original checkpoint"
+            f" masters: {remedy}"
         )
+
+
+def _mxfp4_remedy(folder: Path) -> str:
+    """Return instructions for dequantizing gpt-oss, whose original checkpoint is in MXFP4."""
+    target = f"{folder.name}-bf16"
+    return (
+        "give the original checkpoint. If this is the original (gpt-oss), this Python makes a"
+        f" folder of its values in bfloat16, for --model {target}:\n  from transformers import"
+        f" AutoModelForCausalLM, AutoTokenizer, Mxfp4Config; folder = {str(folder)!r}\n  model ="
+        " AutoModelForCausalLM.from_pretrained(folder, dtype='bfloat16',"
+        " quantization_config=Mxfp4Config(dequantize=True));"
+        f" model.save_pretrained({target!r}, save_original_format=False)\n "
+        f" AutoTokenizer.from_pretrained(folder).save_pretrained({target!r})"
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:

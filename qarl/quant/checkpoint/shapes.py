@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from qarl.configs.schema.run import LayerRule
 from qarl.configs.schemes import check_shapes
-from qarl.quant.checkpoint.families import family_of, fused_experts
+from qarl.quant.checkpoint.families import expert_sizes, family_of, fused_experts, is_gpt_oss
 from qarl.quant.checkpoint.plan import LayerPlan, make_plan
-from qarl.quant.schemes import Scheme
+from qarl.quant.schemes import Scheme, SchemeError
 
 
 def plan_layers(
@@ -22,8 +22,8 @@ def plan_layers(
 ) -> LayerPlan:
     """Return the scheme of every matrix.
 
-    Raises `SchemeError` for a model that cannot be trained, for what `make_plan` refuses, and for
-    matrices whose shape does not fit their scheme.
+    Raises `SchemeError` for a model that cannot be trained, for what `make_plan` refuses, for
+    matrices whose shape does not fit their scheme, and for quantized experts with biases.
 
     Args:
         model: may be on the meta device, because only names, kinds and shapes are read.
@@ -32,6 +32,7 @@ def plan_layers(
     """
     shapes = weight_shapes(model)
     plan = make_plan(scheme, rules, list(shapes), _never_quantized(model, shapes))
+    _refuse_biased_experts(model, plan)
     check_shapes((name, plan.schemes[name].name, shape) for name, shape in shapes.items())
     return plan
 
@@ -52,11 +53,11 @@ def weight_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
             rows, columns = module.weight.shape
             shapes[written] = (rows, columns)
         elif name in experts:
-            count, merged, hidden = module.gate_up_proj.shape
+            count, hidden, intermediate = expert_sizes(module)
             for expert in range(count):
                 for projection in (family.experts.gate, family.experts.up):
-                    shapes[f"{written}.{expert}.{projection}"] = (merged // 2, hidden)
-                shapes[f"{written}.{expert}.{family.experts.down}"] = (hidden, merged // 2)
+                    shapes[f"{written}.{expert}.{projection}"] = (intermediate, hidden)
+                shapes[f"{written}.{expert}.{family.experts.down}"] = (hidden, intermediate)
     return shapes
 
 
@@ -80,6 +81,22 @@ def router_names(model: PreTrainedModel, experts: dict[str, nn.Module]) -> list[
             if weight is not None and sibling.split(".")[0] != own and weight.shape[0] == count:
                 names.append(f"{parent}.{sibling}")
     return names
+
+
+def _refuse_biased_experts(model: PreTrainedModel, plan: LayerPlan) -> None:
+    """Raise `SchemeError` if the plan quantizes experts with biases (gpt-oss)."""
+    family = family_of(model.config.model_type)
+    for name, experts in fused_experts(model):
+        layer = family.checkpoint_name(name)
+        scheme = plan.schemes[f"{layer}.0.{family.experts.down}"]
+        if is_gpt_oss(experts) and scheme.quantization is not None:
+            raise SchemeError(
+                f"scheme {scheme.name!r} would quantize the experts {layer!r}, which have biases:"
+                " vLLM has no product of low-bit experts with biases on CPUs, and QaRL makes no"
+                " checkpoint of them; leave the experts in the compute dtype by a layer rule"
+                " (--layers '*.experts.*=bf16'), which quantizes attention alone, or take scheme"
+                " bf16"
+            )
 
 
 def _never_quantized(

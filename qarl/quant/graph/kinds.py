@@ -20,6 +20,7 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 
 from qarl.configs.errors import GraphError
+from qarl.quant.checkpoint.families import SWIGLUOAI
 
 
 def refuse_unknown(
@@ -102,7 +103,7 @@ def _of_experts(runner: Any) -> str:
     experts = runner.routed_experts
     config = runner.moe_config
     reasons = {
-        "experts with biases": config.has_bias,
+        "experts with biases": config.has_bias and config.activation.value != SWIGLUOAI,
         "a gate with a limit or a slope": (
             config.swiglu_limit is not None or config.swiglu_alpha is not None
         ),

@@ -2,10 +2,12 @@
 
 The model's `load_weights` runs over tensors without values, with weight loaders that record what
 they are given. Renamings, stacked projections and fused checkpoints are therefore vLLM's business,
-and no table of ours names a family.
+and no table of ours names a family. Some models (gpt-oss) copy into parameters themselves, which is
+recorded, too.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,13 +18,20 @@ from qarl.quant.graph.skeleton import Skeleton, quiet
 from qarl.quant.kernels.vllm import alone
 
 
+@dataclass(frozen=True)
+class Loading:
+    """What vLLM loads into a model. Keys are (module, parameter) by vLLM's names."""
+
+    sources: Mapping[tuple[str, str], list[str]]
+    """Key → checkpoint names of the tensors, in the order of their rows."""
+    copied: frozenset[tuple[str, str]]
+    """Keys of parameters into which the model copies by itself, without a weight loader."""
+
+
 def trace_loading(
     skeleton: Skeleton, shapes: Mapping[str, Sequence[int]], in_order: bool = True
-) -> dict[tuple[str, str], list[str]]:
+) -> Loading:
     """Return which checkpoint tensors vLLM loads into each parameter.
-
-    The result maps (module, parameter) by vLLM's names → checkpoint names of the tensors, in the
-    order of their rows.
 
     Raises `GraphError` if vLLM cannot load such a checkpoint.
 
@@ -32,6 +41,7 @@ def trace_loading(
         in_order: also raise `GraphError` if loading changes values or their order.
     """
     taken: dict[tuple[str, str], list[tuple[Any, str]]] = {}
+    copied: set[tuple[str, str]] = set()
     # Several modules may hold one tensor: a router's bias, tied weights.
     holders: dict[int, list[tuple[str, str]]] = {}
 
@@ -54,19 +64,27 @@ def trace_loading(
 
         return load
 
+    by_storage: dict[int, list[tuple[str, str]]] = {}
     for module_name, module in skeleton.module.named_modules():
         for key, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is not None:
                 holders.setdefault(id(tensor), []).append((module_name, key))
+                by_storage[_storage(tensor)] = holders[id(tensor)]
                 tensor.weight_loader = recorder(holders[id(tensor)])  # type: ignore[attr-defined]
         # Some heads create their bias only when the checkpoint has one.
         if isinstance(module, VocabParallelEmbedding):
             module.__dict__["weight_loader"] = recorder([(module_name, "bias")])
+
+    def copy(target: torch.Tensor, loaded: _Followed) -> None:
+        keys = by_storage.get(_storage(target), [])
+        if keys:
+            copied.update(keys)
+            recorder(keys)(target, loaded)
+
+    followed = _followed(shapes, skeleton.config.model_config.dtype, copy)
     try:
         with alone(), quiet():
-            skeleton.module.load_weights(
-                _followed(shapes, skeleton.config.model_config.dtype).items()
-            )  # type: ignore[operator]
+            skeleton.module.load_weights(followed.items())  # type: ignore[operator]
     except GraphError:
         raise
     # Models' own loaders raise anything for names they do not know.
@@ -74,7 +92,13 @@ def trace_loading(
         kind = type(skeleton.module).__name__
         reason = f"{type(error).__name__}: {error}"
         raise GraphError(f"vLLM's {kind} loads no checkpoint of such names: {reason}") from error
-    return {key: [name for _, name in _in_order(parts)] for key, parts in taken.items()}
+    sources = {key: [name for _, name in _in_order(parts)] for key, parts in taken.items()}
+    return Loading(sources, frozenset(copied))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Return a number that is that of a tensor's views, and of no other tensor, on any device."""
+    return tensor.untyped_storage()._cdata
 
 
 def _in_order(
@@ -98,6 +122,8 @@ class _Followed(torch.Tensor):
     """Name of the checkpoint tensor that it was made from."""
     in_order = True
     """True if it was made by casts and views only, which leave values and their order unchanged."""
+    on_copy: "Callable[[torch.Tensor, _Followed], None] | None" = None
+    """Function to call with a tensor that this one is copied into, and this one."""
 
     @classmethod
     def __torch_function__(
@@ -107,11 +133,17 @@ class _Followed(torch.Tensor):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        result = super().__torch_function__(func, types, args, kwargs or {})
         first = next((a for a in args if isinstance(a, _Followed)), None)
+        if func is torch.Tensor.copy_ and not isinstance(args[0], _Followed):
+            assert first is not None
+            if first.on_copy is not None:
+                first.on_copy(args[0], first)
+            return args[0]
+        result = super().__torch_function__(func, types, args, kwargs or {})
         for part in result if isinstance(result, tuple | list) else (result,):
             if first is not None and isinstance(part, _Followed):
                 part.source = first.source
+                part.on_copy = first.on_copy
                 part.in_order = first.in_order and getattr(func, "__name__", "") in _IN_ORDER
         return result
 
@@ -143,11 +175,13 @@ _IN_ORDER = {
 def _followed(
     shapes: Mapping[str, Sequence[int]],
     dtype: torch.dtype,
+    on_copy: Callable[[torch.Tensor, _Followed], None],
 ) -> dict[str, _Followed]:
     """Return tensors without values, of these shapes, by checkpoint name."""
     tensors = {}
     for name, shape in shapes.items():
         followed = torch.empty(tuple(shape), device="meta", dtype=dtype).as_subclass(_Followed)
         followed.source = name
+        followed.on_copy = on_copy
         tensors[name] = followed
     return tensors

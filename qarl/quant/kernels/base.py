@@ -102,12 +102,19 @@ class KernelFactory(Protocol):
         """
         ...
 
-    def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsMatmul:
+    def experts(
+        self,
+        layer: str,
+        shape: ExpertsShape,
+        weights: LowBitExperts,
+        biases: Sequence[torch.Tensor] = (),
+    ) -> ExpertsMatmul:
         """Return the product of a layer's routed experts.
 
         Args:
             layer: checkpoint name of the experts' module, without an expert's number.
             shape: numbers of experts and their sizes.
             weights: weights of the experts.
+            biases: compute dtype [E, 2I] and [E, H] if `shape.biased`, else none.
         """
         ...

@@ -68,7 +68,13 @@ class EngineLayers:
             raise KernelError(f"the engine holds one of {module.tp_size} parts of {name!r} here")
         return VllmMatmul(module)
 
-    def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> VllmExperts:
+    def experts(
+        self,
+        layer: str,
+        shape: ExpertsShape,
+        weights: LowBitExperts,
+        biases: Sequence[torch.Tensor] = (),
+    ) -> VllmExperts:
         """Return the engine's experts; see `KernelFactory.experts`."""
         module = self._layer(layer)
         if module.local_num_experts != shape.experts:

@@ -6,10 +6,10 @@ Axes: N tokens, K experts a token, H hidden columns, I expert columns.
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor, nn
-from transformers.activations import ACT2FN
+from torch import Tensor
 
 from qarl.quant.kernels.base import LowBitMatmul
+from qarl.quant.kernels.gates import gate_of
 
 
 def sum_over_experts(
@@ -35,17 +35,17 @@ def sum_over_experts(
 
 
 class ExpertsLoop:
-    """Experts y = Σ_k w_k · down(act(gate(x)) · up(x)), summed by `sum_over_experts`."""
+    """Experts y = Σ_k w_k · down(gated(gate_up(x))), summed by `sum_over_experts`."""
 
     def __init__(self, pairs: Sequence[tuple[LowBitMatmul, LowBitMatmul]], activation: str):
         """Take every expert's pair of products.
 
         Args:
-            pairs: products with gate and up, [2I, H], gate rows first, and with down, [H, I].
-            activation: transformers' name of the activation function.
+            pairs: products with gate and up, [2I, H], and with down, [H, I].
+            activation: see `gate_of`.
         """
         self._pairs = pairs
-        self._activation: nn.Module = ACT2FN[activation]
+        self._gated = gate_of(activation)
         self.name = f"{pairs[0][0].name}, per expert"
 
     def __call__(self, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:
@@ -55,5 +55,4 @@ class ExpertsLoop:
     def _expert(self, expert: int, x: Tensor) -> Tensor:
         """Return one expert's output for its tokens [n, H]."""
         gate_up, down = self._pairs[expert]
-        gate, up = gate_up(x).chunk(2, dim=-1)
-        return down(self._activation(gate) * up)
+        return down(self._gated(gate_up(x)))

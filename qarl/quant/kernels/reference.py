@@ -83,11 +83,21 @@ class ReferenceFactory:
         ]
         return SideBySide(parts)
 
-    def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> ExpertsLoop:
+    def experts(
+        self,
+        layer: str,
+        shape: ExpertsShape,
+        weights: LowBitExperts,
+        biases: Sequence[torch.Tensor] = (),
+    ) -> ExpertsLoop:
         """Return a layer's experts; see `KernelFactory.experts`."""
 
-        def product(weight: LowBitWeight) -> SideBySide:
-            return self.linear(layer, [weight], [None])
+        def product(weight: LowBitWeight, bias: torch.Tensor | None) -> SideBySide:
+            return self.linear(layer, [weight], [bias])
 
-        pairs = [(product(expert.gate_up), product(expert.down)) for expert in weights.experts]
+        first, second = biases or ([None] * shape.experts,) * 2
+        pairs = [
+            (product(expert.gate_up, first[number]), product(expert.down, second[number]))
+            for number, expert in enumerate(weights.experts)
+        ]
         return ExpertsLoop(pairs, shape.activation)

@@ -168,11 +168,17 @@ class VllmFactory:
             return MergedColumnParallelLinear(columns, list(rows), **shared)
         return ReplicatedLinear(columns, rows[0], **shared)
 
-    def experts(self, layer: str, shape: ExpertsShape, weights: LowBitExperts) -> VllmExperts:
+    def experts(
+        self,
+        layer: str,
+        shape: ExpertsShape,
+        weights: LowBitExperts,
+        biases: Sequence[torch.Tensor] = (),
+    ) -> VllmExperts:
         """Return a layer's experts; see `KernelFactory.experts`."""
         with self._loading(weights.device):
             quant_config = self._quant_config(weights.experts[0].down.scheme)
-            return vllm_experts(layer, shape, weights, self._config, quant_config)
+            return vllm_experts(layer, shape, weights, biases, self._config, quant_config)
 
     @contextlib.contextmanager
     def _loading(self, device: torch.device) -> Iterator[None]:

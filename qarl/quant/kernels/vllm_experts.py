@@ -8,9 +8,10 @@ Axes: N tokens, K experts a token, E experts, H hidden columns, I expert columns
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from vllm.config import CompilationConfig, CompilationMode, VllmConfig
@@ -64,6 +65,7 @@ def vllm_experts(
     layer: str,
     shape: ExpertsShape,
     weights: LowBitExperts,
+    biases: Sequence[torch.Tensor],
     config: VllmConfig,
     quant_config: QuantizationConfig | None,
 ) -> VllmExperts:
@@ -72,11 +74,26 @@ def vllm_experts(
     Call this with `config` as vLLM's current config and the compute dtype as torch's default.
     """
     experts = empty_experts(layer, shape, weights.device, config, quant_config)
-    for _ in experts.load_weights(weights.tensors(shape.layout)):
-        pass  # The loader is a generator, which loads while it is read.
+    if shape.biased:
+        _copy_stacks(experts, weights, biases)
+    else:
+        for _ in experts.load_weights(weights.tensors(shape.layout)):
+            pass  # The loader is a generator, which loads while it is read.
     experts.quant_method.process_weights_after_loading(experts)
     drop_loaders(experts)
     return VllmExperts(experts)
+
+
+def _copy_stacks(experts: Any, weights: LowBitExperts, biases: Sequence[torch.Tensor]) -> None:
+    """Copy unquantized experts with biases into vLLM's module, as gpt-oss's own loader does.
+
+    Rows of gate and up alternate there, too.
+    """
+    assert weights.stacks is not None, "unquantized experts are materialized stack by stack"
+    for prefix, stack, bias in zip(("w13", "w2"), weights.stacks, biases, strict=True):
+        weight = getattr(experts, f"{prefix}_weight")
+        weight.data.copy_(stack.codes.view(weight.shape))
+        getattr(experts, f"{prefix}_bias").data.copy_(bias)
 
 
 def empty_experts(
@@ -103,6 +120,7 @@ def empty_experts(
         in_dtype=dtype,
         activation=MoEActivation.from_str(shape.activation),
         device=device,
+        has_bias=shape.biased,
         routing_method=get_routing_method_type("softmax", shape.top_k, True, None, False),
         max_num_tokens=config.scheduler_config.max_num_batched_tokens,
     )

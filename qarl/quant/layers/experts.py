@@ -1,7 +1,8 @@
 """A layer's routed experts: low-bit products forward, straight-through backward.
 
 Forward: y = Σ_k w_k · down_e(act(gate_e(x)) · up_e(x)) over each token's K experts e, computed by
-the engine's experts module.
+the engine's experts module. gpt-oss's products have biases, and another gate
+(`quant.kernels.gates`).
 
 Backward: Expert after expert, the products are repeated in fp32 on the values for which the codes
 stand, and differentiated with every rounding counted as identity. Only the layer's input is saved
@@ -12,16 +13,17 @@ Axes: N tokens, K experts a token, E experts, H hidden columns, I expert columns
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import ACT2FN
 
 from qarl.quant.checkpoint.families import ExpertsShape
 from qarl.quant.kernels.activations import multiplied_activation
 from qarl.quant.kernels.base import ExpertsMatmul
 from qarl.quant.kernels.experts_loop import ExpertsLoop
+from qarl.quant.kernels.gates import gate_of
 from qarl.quant.kernels.reference import PlainMatmul
 from qarl.quant.layers import grouped_backward
 from qarl.quant.layers.context import Forward, LayerContext
@@ -43,11 +45,12 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
 
     Args:
         layer: checkpoint name ("model.layers.0.mlp.experts").
-        gate_up: masters [E, 2I, H], gate rows first.
-        down: masters [E, H, I].
+        gate_up: masters [E, 2I, H], gate rows first; [E, H, 2I] if `shape.layout.transposed`.
+        down: masters [E, H, I]; [E, I, H] if `shape.layout.transposed`.
         shape: sizes, activation and checkpoint names of the experts.
         scheme: scheme of all experts.
         context: settings and state shared by all layers of the model.
+        biases: biases of the two products, [E, 2I] and [E, H]. Default: none.
     """
 
     def __init__(
@@ -58,18 +61,41 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         shape: ExpertsShape,
         scheme: Scheme,
         context: LayerContext,
+        biases: tuple[nn.Parameter, ...] = (),
     ):
         super().__init__(layer, scheme, context, gate_up, down)
         self.gate_up_proj = gate_up
         self.down_proj = down
+        self.biases = biases
+        for key, bias in zip(("gate_up_proj_bias", "down_proj_bias"), biases, strict=False):
+            self.register_parameter(key, bias)
+        self.low_bit_biases: tuple[Tensor, ...] = ()
+        """This version's biases, in the engine's dtype; none before the first `refresh`."""
         self.shape = shape
-        self.activation: nn.Module = ACT2FN[shape.activation]
+        self.gated = gate_of(shape.activation)
         self._casts: list[Tensor] = []
+        self._bias_casts: tuple[Tensor, ...] = ()
+
+    def refresh(self) -> None:
+        """Materialize a new version of weights and biases; see `LowBitLayer.refresh`."""
+        self.low_bit_biases = tuple(whole_value(bias, self.context.dtype) for bias in self.biases)
+        super().refresh()
+
+    def _rows_first(self, stack: Tensor) -> Tensor:
+        """Return a stack of matrices [E, O, I] of values in a master's layout, as a view."""
+        return stack.transpose(1, 2) if self.shape.layout.transposed else stack
 
     def _materialize(self, out: LowBitExperts | None) -> LowBitExperts:
-        gate_up, down = self.to_round()
+        gate_up, down = map(self._rows_first, self.to_round())
         scales = self._kept_scales()
         shards = [shard_of(master) for master in self.masters]
+        if self.shape.layout.transposed:
+            shards = [
+                shard and replace(shard, shape=torch.Size((E, columns, rows)))
+                for shard, (E, rows, columns) in zip(
+                    shards, (master.shape for master in self.masters), strict=True
+                )
+            ]
         return materialize_experts(
             gate_up,
             down,
@@ -82,21 +108,27 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         )
 
     def _prepare(self, low_bit: LowBitExperts) -> ExpertsMatmul:
-        return self.context.factory.experts(self.layer, self.shape, low_bit)
+        return self.context.factory.experts(self.layer, self.shape, low_bit, self.low_bit_biases)
 
     def _cast(self) -> ExpertsMatmul:
         dtype = self.context.forward_dtype
         merged = self.merged()
         casts = [
-            whole_value(master, dtype, rows)
+            self._rows_first(whole_value(master, dtype, rows))
             for master, rows in zip(self.masters, merged, strict=True)
         ]
+        biases = tuple(whole_value(bias, dtype) for bias in self.biases)
         # An aligned layer casts for one product only, and no gradient flows through that.
         if not self.context.aligned and self.context.forward is not Forward.FP32:
             self._casts = casts
+            self._bias_casts = biases
+        stacked = [
+            zip(cast, bias, strict=True)
+            for cast, bias in zip(casts, biases or ([None] * len(casts[0]),) * 2, strict=True)
+        ]
         pairs = [
-            (PlainMatmul(gate_up, None), PlainMatmul(down, None))
-            for gate_up, down in zip(*casts, strict=True)
+            (PlainMatmul(*gate_up), PlainMatmul(*down))
+            for gate_up, down in zip(*stacked, strict=True)
         ]
         return ExpertsLoop(pairs, self.shape.activation)
 
@@ -119,6 +151,7 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
             top_k_index,
             self,
             kept,
+            *self.biases,
             *self.factors,
         )
 
@@ -138,8 +171,14 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
             experts[expert].down.dequantized(),
         )
 
+    def biases_used(self) -> tuple[Tensor, ...]:
+        """Return the biases that the forward added, compute dtype [E, 2I] and [E, H], or none."""
+        return self.low_bit_biases if self.context.multiplies_codes else self._bias_casts
+
     def multiplies_grouped(self, dy: Tensor) -> bool:
         """Return whether the backward for this output gradient computes all experts at once."""
+        if self.biases or self.shape.layout.transposed:
+            return False
         ranks = [adapter.rank for adapter in self.adapters if adapter is not None]
         sizes = self.shape.hidden, self.shape.intermediate, *ranks
         return dy.is_cuda and dy.dtype == torch.bfloat16 and grouped_backward.aligned(*sizes)
@@ -172,8 +211,12 @@ class _StraightThrough(torch.autograd.Function):
         index: Tensor,
         experts: RoutedLowBitExperts,
         kept: tuple[Tensor, ...],
-        *factors: Tensor,
+        *tensors: Tensor,
     ) -> Tensor:
+        """Multiply, and save the input for the backward.
+
+        tensors: biases, then factors of adapters.
+        """
         ctx.experts = experts
         ctx.save_for_backward(weights, index, *kept)
         # `.data`, as in `quant.layers.linear`
@@ -187,24 +230,33 @@ class _StraightThrough(torch.autograd.Function):
         weights, index, *kept = ctx.saved_tensors
         dmasters, returned_gradients = _master_gradients(experts, ctx.needs_input_grad[2:4])
         dfactors = [_factor_zeros(adapter) for adapter in experts.adapters]
+        dbiases = [
+            torch.zeros(bias.shape, device=bias.device) if need else None
+            for bias, need in zip(experts.biases, ctx.needs_input_grad[7:], strict=False)
+        ]
         dy = grad_outputs[0]
-        gradients_of = _grouped if experts.multiplies_grouped(dy) else _one_by_one
-        dx, dweights = gradients_of(
-            experts, multiplied_input(kept), weights, index, dy, dmasters, dfactors
-        )
+        multiplied = multiplied_input(kept)
+        if experts.multiplies_grouped(dy):
+            dx, dweights = _grouped(experts, multiplied, weights, index, dy, dmasters, dfactors)
+        else:
+            dx, dweights = _one_by_one(
+                experts, multiplied, weights, index, dy, dmasters, dfactors, dbiases
+            )
+        parameters = (*experts.masters, *experts.biases)
         returned = [
             None
             if gradient is None
-            else experts.context.gradients.start_reduction(master, gradient)
-            for master, gradient in zip(experts.masters, returned_gradients, strict=True)
+            else experts.context.gradients.start_reduction(parameter, gradient)
+            for parameter, gradient in zip(parameters, (*returned_gradients, *dbiases), strict=True)
         ]
         return (
             dx.to(experts.context.forward_dtype),
             dweights,
-            *returned,
+            *returned[:2],
             None,
             None,
             None,
+            *returned[2:],
             *dfactors[0],
             *dfactors[1],
         )
@@ -226,9 +278,15 @@ def _one_by_one(
     dy: Tensor,
     dmasters: Sequence[Tensor | None],
     dfactors: Sequence[Sequence[Tensor]],
+    dbiases: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor]:
-    """Compute the same as `_grouped`, for one expert at a time and in fp32."""
+    """Compute the same as `_grouped`, for one expert at a time and in fp32.
+
+    dbiases: fp32, to which the gradients of biases are added (None: not needed).
+    """
     gradients = experts.context.gradients
+    transposed = experts.shape.layout.transposed
+    biases = tuple(bias.to(torch.float32) for bias in experts.biases_used())
     x = input_values(multiplied, torch.float32)
     dy = dy.to(torch.float32)
     dx = torch.zeros_like(x)
@@ -237,17 +295,27 @@ def _one_by_one(
     for expert in index.unique().tolist():
         rows, slots = (index == expert).nonzero(as_tuple=True)
         drows, dweights[rows, slots], products = _expert_backward(
-            experts, weights_used(expert), x[rows], weights[rows, slots], dy[rows]
+            experts,
+            weights_used(expert),
+            [bias[expert] for bias in biases],
+            x[rows],
+            weights[rows, slots],
+            dy[rows],
         )
         dx.index_add_(0, rows, drows)
-        for dmaster, (dout, used) in zip(dmasters, products, strict=True):
+        for dbias, (dout, _) in zip(dbiases, products, strict=False):
+            if dbias is not None:
+                dbias[expert] = gradients.unscaled(dout.sum(0))
+        # (doutᵀ · used)ᵀ = usedᵀ · dout
+        factors = [pair[::-1] if transposed else pair for pair in products]
+        for dmaster, (left, right) in zip(dmasters, factors, strict=True):
             if dmaster is not None:
-                add_weight_gradient(dmaster[expert], dout, used, gradients)
-        for adapter, dfactor, (dout, used) in zip(
-            experts.adapters, dfactors, products, strict=True
+                add_weight_gradient(dmaster[expert], left, right, gradients)
+        for adapter, dfactor, (left, right) in zip(
+            experts.adapters, dfactors, factors, strict=True
         ):
             if adapter is not None:
-                factor_gradients = adapter.gradients(dout, used, expert)
+                factor_gradients = adapter.gradients(left, right, expert)
                 for total, gradient in zip(dfactor, factor_gradients, strict=True):
                     total[expert] = gradients.unscaled(gradient)
     return dx, dweights
@@ -302,7 +370,7 @@ def _grouped(
         index,
         dy,
         experts.stacks_used(dy.dtype),
-        experts.activation,
+        experts.gated,
         as_multiplied,
     ):
         parts.append((part.x, part.weights))
@@ -345,6 +413,7 @@ def _master_gradients(
 def _expert_backward(
     experts: RoutedLowBitExperts,
     matrices: tuple[Tensor, Tensor],
+    biases: Sequence[Tensor],
     x: Tensor,
     weights: Tensor,
     dy: Tensor,
@@ -354,6 +423,7 @@ def _expert_backward(
     Args:
         experts: the layer.
         matrices: the expert's matrices, see `RoutedLowBitExperts.weights_used`.
+        biases: the expert's biases, fp32 [2I] and [H], or none.
         x: fp32 [n, H], as multiplied.
         weights: routing weights, fp32 [n].
         dy: gradient of the layer's output, fp32 [n, H].
@@ -364,17 +434,17 @@ def _expert_backward(
     transposed, times the second.
     """
     gate_up, down = matrices
+    first_bias, second_bias = biases or (0.0, 0.0)
     with torch.enable_grad():
         # rounded to the compute dtype, as the forward's product is
-        merged = (x @ gate_up.t()).to(experts.context.forward_dtype)
+        merged = (x @ gate_up.t() + first_bias).to(experts.context.forward_dtype)
         merged = merged.to(torch.float32).requires_grad_()
-        gate, up = merged.chunk(2, dim=-1)
-        activated = experts.activation(gate) * up
+        activated = experts.gated(merged)
     used = activated.detach().to(experts.context.forward_dtype)
     if experts.quantizes_activations:
         used = quantize_activation(used, experts.scheme).dequantized(torch.float32)
     used = used.to(torch.float32)
-    dweights = (dy * (used @ down.t())).sum(-1)
+    dweights = (dy * (used @ down.t() + second_bias)).sum(-1)
     scaled = dy * weights[:, None]
     (dmerged,) = torch.autograd.grad(activated, merged, scaled @ down)
     return dmerged @ gate_up, dweights, [(dmerged, x), (scaled, used)]

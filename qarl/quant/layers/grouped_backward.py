@@ -85,7 +85,7 @@ def token_gradients(
     index: torch.Tensor,
     dy: torch.Tensor,
     matrices: tuple[torch.Tensor, torch.Tensor],
-    activation: Callable[[torch.Tensor], torch.Tensor],
+    gated: Callable[[torch.Tensor], torch.Tensor],
     multiplied: Callable[[torch.Tensor], torch.Tensor],
 ) -> Iterator[TokenGradients]:
     """Yield the gradients for the experts' output gradient, `GROUPED_TOKENS` tokens at a time.
@@ -96,7 +96,7 @@ def token_gradients(
         index: expert numbers, integer [N, K].
         dy: gradient of the output, bf16 [N, H].
         matrices: gate and up, bf16 [E, 2I, H]; down, bf16 [E, H, I].
-        activation: activation of the gate, in fp32.
+        gated: maps the first product to the second's input before rounding, fp32 [M, 2I] → [M, I].
         multiplied: maps the second product's input to its values as multiplied, bf16 [M, I] → the
             same.
     """
@@ -122,15 +122,14 @@ def token_gradients(
                 .to(torch.float32)
                 .requires_grad_()
             )
-            gate, up = merged.chunk(2, dim=-1)
-            activated = activation(gate) * up
+            activated = gated(merged)
         used = multiplied(activated.detach().to(x.dtype))
         # gradient before it is multiplied by the token's weight
         dactivated = grouped_mm(drows, down, offs=ends).to(torch.float32)
         dweights = (dactivated * used.to(torch.float32)).sum(-1)
         (dmerged,) = torch.autograd.grad(activated, merged, dactivated * scale)
         # Frees 20 · I bytes a row before the widest of the remaining tensors is allocated.
-        del merged, gate, up, activated, dactivated
+        del merged, activated, dactivated
         dmerged = dmerged.to(x.dtype)
         drow = _unsorted(grouped_mm(dmerged, gate_up, offs=ends), order)
         dx = drow.view(*index_part.shape, -1).sum(1, dtype=torch.float32)

@@ -57,6 +57,8 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
         """Weight that the optimizer steps, fp32, bf16 or fp16 [O, I]."""
         self.bias = bias
         """Bias that the optimizer steps, [O], or None."""
+        self.biases: tuple[nn.Parameter, ...] = () if bias is None else (bias,)
+        """The bias, if there is one."""
         self.fused: tuple[LowBitLinear, ...] = ()
         """Other layers that the engine multiplies together with this one
         (`quant.layers.stack.fuse_scales`).

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from qarl.configs.errors import GraphError
-from qarl.quant.checkpoint.families import family_of
+from qarl.quant.checkpoint.families import family_of, fused_experts, is_gpt_oss
 from qarl.quant.graph.graph import Graph, Masters
 from qarl.quant.graph.kinds import is_convolution, keeps_state, refuse_unknown
 from qarl.quant.graph.loading import trace_loading
@@ -43,7 +43,7 @@ def engine_model(
     """
     architecture = type(model).__name__
     skeleton = build_skeleton(model.config, architecture, None, dtype, _device(model))
-    sources = trace_loading(skeleton, tensors)
+    sources = trace_loading(skeleton, tensors).sources
     biases: list[Any] = []  # correction biases of routers
     stacked = {}
     unusual = {}
@@ -180,11 +180,14 @@ def checkpoint_tensors(
     checkpoint_name = family_of(model.config.model_type).checkpoint_name
     state: dict[str, torch.Tensor] = dict(model.named_parameters())
     state |= {name: b for name, b in model.named_buffers() if name in model.state_dict()}
+    stored_as_stacks = {
+        checkpoint_name(name) for name, experts in fused_experts(model) if is_gpt_oss(experts)
+    }
     tensors: dict[str, tuple[int, ...]] = {}
     for name, tensor in state.items():
         shape = tuple(tensor.shape)
         layer = checkpoint_name(name.rpartition(".")[0])
-        if len(shape) == 3 and layer.endswith(".experts"):
+        if len(shape) == 3 and layer.endswith(".experts") and layer not in stored_as_stacks:
             # a stack: the checkpoint has every expert's matrices
             tensors |= {
                 f"{matrix}.weight": matrix_shape

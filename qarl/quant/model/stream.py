@@ -49,10 +49,10 @@ def _linear_tensors(layers: Layers, layer: str, key: str) -> Iterator[LowBitTens
 
 
 def _experts_tensors(layers: Layers, layer: str, key: str, written: str) -> Iterator[LowBitTensor]:
-    """Yield the checkpoint's tensors for one of the two parameters of fused experts.
+    """Yield the checkpoint's tensors for one of the parameters of fused experts.
 
-    All of a layer's tensors come with the first parameter, unless the checkpoint has the two as
-    well.
+    All of a layer's matrices come with the first parameter, unless the checkpoint has the two as
+    well. Stacks that are transposed in the checkpoint are copied.
 
     Args:
         layers: the model's layers.
@@ -62,14 +62,23 @@ def _experts_tensors(layers: Layers, layer: str, key: str, written: str) -> Iter
     """
     experts = layers.experts[layer]
     layout = experts.shape.layout
+    if key.endswith("_bias"):
+        yield LowBitTensor(written, experts.low_bit_biases[key == "down_proj_bias"])
+        return
     stacks = experts.codes().stacks
     if layout.stacked and experts.scheme.quantization is None:
         assert stacks is not None, "unquantized experts are materialized stack by stack"
-        stack = stacks[key == "down_proj"].codes
-        yield LowBitTensor(written, stack.view(experts.shape.experts, -1, stack.shape[-1]))
+        codes = stacks[key == "down_proj"].codes
+        stack = codes.view(experts.shape.experts, -1, codes.shape[-1])
+        yield LowBitTensor(written, _transposed(stack) if layout.transposed else stack)
     elif key == "gate_up_proj":
         for suffix, tensor in experts.codes().tensors(layout):
             yield LowBitTensor(f"{layer}.{suffix}", tensor)
+
+
+def _transposed(stack: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy of a stack of matrices, each transposed."""
+    return stack.transpose(1, 2).contiguous()
 
 
 def layer_reports(layers: Layers, context: LayerContext) -> list[LayerReport]:

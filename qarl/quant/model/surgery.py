@@ -7,7 +7,6 @@ gradient flows to its master.
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,9 +15,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from qarl.configs.errors import GraphError
 from qarl.quant.checkpoint.families import (
-    ExpertsShape,
     Family,
-    experts_per_token,
+    experts_shape,
     family_of,
     fused_experts,
 )
@@ -208,7 +206,7 @@ def _make_copies(
     in_fp32: names of parameters whose copies are in float32.
     """
     owned = {id(master) for layer in layers for master in layer.masters}
-    owned |= {id(layer.bias) for layer in layers if isinstance(layer, LowBitLinear)}
+    owned |= {id(bias) for layer in layers for bias in layer.biases}
     # An embedding has a copy even if it is also the master of a tied output head.
     embedding = model.get_input_embeddings().weight
     return {
@@ -265,26 +263,13 @@ def _make_experts(
         layer = family.checkpoint_name(name)
         gate_up = module.get_parameter("gate_up_proj")
         down = module.get_parameter("down_proj")
-        count, merged, hidden = gate_up.shape
-        shape = ExpertsShape(
-            experts=count,
-            top_k=experts_per_token(config),
-            hidden=hidden,
-            intermediate=merged // 2,
-            activation=_activation(config, module),
-            layout=family.experts,
-        )
+        shape = experts_shape(module, family.experts, config)
+        names = ("gate_up_proj_bias", "down_proj_bias") if shape.biased else ()
+        biases = tuple(map(module.get_parameter, names))
         # Plans make sure that all experts of a layer have one scheme.
         scheme = plan.schemes[f"{layer}.0.{family.experts.down}"]
-        layers[layer] = RoutedLowBitExperts(layer, gate_up, down, shape, scheme, context)
+        layers[layer] = RoutedLowBitExperts(layer, gate_up, down, shape, scheme, context, biases)
     return layers
-
-
-def _activation(config: PreTrainedConfig, experts: Any) -> str:
-    """Return transformers' name of the activation in a module of fused experts."""
-    names = (getattr(config, key, None) for key in ("hidden_activation", "hidden_act"))
-    # LFM2's configuration has none, and its experts a function of torch's.
-    return next(filter(None, names), None) or experts.act_fn.__name__
 
 
 def _detach_copies(model: nn.Module, context: LayerContext) -> dict[str, MasterCopy]:

@@ -30,6 +30,8 @@ _MULTIPLIED: WeakKeyDictionary[nn.Module, dict[str, list[str]]] = WeakKeyDiction
 
 A router may also hold a correction bias, which a checkpoint has in another module (ERNIE 4.5).
 """
+_COPIED: WeakKeyDictionary[nn.Module, list[str]] = WeakKeyDictionary()
+"""Model → names of modules into whose parameters the model copies without vLLM's weight loaders."""
 _OF_PRODUCTS = ("weight", "bias", "input_")
 """Beginnings of vLLM's names of parameters of products."""
 
@@ -49,13 +51,23 @@ def trace_names(model: nn.Module, config: VllmConfig) -> None:
     traced = trace_loading(skeleton, tensor_shapes(folder), in_order=False)
     layers: dict[str, list[str]] = {}
     multiplied: dict[str, list[str]] = {}
-    for (module, key), sources in traced.items():
+    for (module, key), sources in traced.sources.items():
         names = [source.rpartition(".")[0] for source in sources]
         for by_module in (layers, multiplied) if key.startswith(_OF_PRODUCTS) else (layers,):
             earlier = by_module.get(module, [])
             by_module[module] = list(dict.fromkeys([*earlier, *names]))  # each once, in order
     _TRACED[model] = layers
+    _COPIED[model] = sorted({module for module, _ in traced.copied})
     _MULTIPLIED[model] = {**layers, **multiplied}
+
+
+def copied_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a traced model that copy what they load (attention's sinks of gpt-oss).
+
+    Experts are not among them, because each has a weight loader that takes its own tensors.
+    """
+    modules = map(model.get_submodule, _COPIED[model])
+    return [module for module in modules if not isinstance(module, RoutedExperts)]
 
 
 def layer_names(model: nn.Module, name: str, module: nn.Module) -> list[str]:

@@ -13,6 +13,9 @@ ways, all undone here:
   made anew.
 - A Mamba-2 layer reads its convolution through a view of the first load's weight. Here it gets a
   view of the new one.
+- gpt-oss copies stacks of experts and attention's sinks into parameters that a reload has emptied,
+  past it, so that the old ones stay. Here stacks are loaded expert by expert, for which it has
+  loaders, and the sinks' module is left out of the reload, so that they are copied in place.
 
 tests/engine/test_publish.py compares the outcome with freshly loaded engines. Remove each
 workaround when vLLM's own reload passes that test.
@@ -58,13 +61,27 @@ from qarl.quant.schemes import scheme_of_args
 from qarl.quant.types import LayerReport, LowBitTensor
 from qarl.rollout.engine import LoadReport
 from qarl.rollout.vllm.in_place import put_back, unregistered_tensors
-from qarl.rollout.vllm.names import checkpoint_names, layer_names, trace_names
+from qarl.rollout.vllm.names import (
+    checkpoint_names,
+    copied_modules,
+    layer_names,
+    trace_names,
+)
 
 _UNQUANTIZED = (
     UnquantizedLinearMethod,
     UnquantizedEmbeddingMethod,
     UnquantizedFusedMoEMethod,
 )
+
+
+_EXPERT_PARTS = {
+    "gate_up_proj": "w13_weight",
+    "gate_up_proj_bias": "w13_bias",
+    "down_proj": "w2_weight",
+    "down_proj_bias": "w2_bias",
+}
+"""Stack of gpt-oss's experts → vLLM's name of one expert's part of it."""
 
 
 class WorkerExtension:
@@ -119,12 +136,13 @@ def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTen
     completely.
     """
     digest = ReceivedDigest()
+    by_expert = any(hasattr(module, "_try_load_streamed_expert") for module in model.modules())
     sent = []
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for item in digest.over(stream):
             sent.append(item.name)
-            yield item.name, item.tensor
+            yield from _by_expert(item) if by_expert else [(item.name, item.tensor)]
 
     trace_names(model, config)
     before = checkpoint_names(model)
@@ -132,6 +150,9 @@ def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTen
         if current_platform.is_cpu():
             _name_w4a8_weights_once(model)
         _begin_reload(model)
+        for module in copied_modules(model):
+            _place_kernel_tensors(module, get_layerwise_info(module))
+            get_layerwise_info(module).reset()
         processed = _processed_layers(model)
         if current_platform.is_cpu():
             _keep_new_tensors(processed)
@@ -151,6 +172,20 @@ def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTen
     unconsumed, missing = compare_names(before.values(), sent)
     incomplete = tuple(sorted({*missing, *waiting}))
     return LoadReport(digest.hexdigest(), unconsumed, incomplete)
+
+
+def _by_expert(item: LowBitTensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parts of a stack of gpt-oss's experts by vLLM's names of them; others as they are.
+
+    "….experts.gate_up_proj" [E, H, 2I] becomes "….experts.0.w13_weight" [H, 2I] and so on.
+    """
+    layer, _, key = item.name.rpartition(".")
+    part = _EXPERT_PARTS.get(key) if layer.endswith(".experts") else None
+    if part is None:
+        yield item.name, item.tensor
+        return
+    for number, tensor in enumerate(item.tensor):
+        yield f"{layer}.{number}.{part}", tensor
 
 
 def compare_names(

@@ -1,0 +1,149 @@
+"""gpt-oss's experts: transposed, alternating, with biases and limited gates.
+
+tests/engine/test_families.py compares with what an engine samples after a publish.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import GptOssConfig, GptOssForCausalLM
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+from qarl.configs.errors import ModelError
+from qarl.configs.schema.run import LayerRule
+from qarl.learner.optim.optimizer import matrices_of
+from qarl.quant.checkpoint.families import ExpertLayout, experts_shape
+from qarl.quant.checkpoint.folder import check_model
+from qarl.quant.checkpoint.shapes import plan_layers
+from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.experts import RoutedLowBitExperts
+from qarl.quant.schemes import SchemeError, get_scheme
+from tests.support.kernels import no_cuda
+from tests.support.layers import EXPERTS, routed
+from tests.support.models import low_bit, randomize
+from tests.support.tensors import normal, relative_error
+
+CONFIG = GptOssConfig(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    num_local_experts=5,
+    num_experts_per_tok=2,
+    max_position_embeddings=64,
+    sliding_window=8,
+)
+NAMES = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+
+
+def theirs(seed: int = 0) -> GptOssExperts:
+    """Return transformers' experts, some of whose gates and rows of up are beyond the limit."""
+    CONFIG._experts_implementation = "eager"
+    experts = GptOssExperts(CONFIG)
+    with torch.no_grad():
+        for number, parameter in enumerate(experts.parameters()):
+            parameter.copy_(normal(*parameter.shape, seed=seed + number) * 0.4)
+    return experts
+
+
+def ours(experts: GptOssExperts, kernel: str, dtype: torch.dtype) -> RoutedLowBitExperts:
+    """Return the learner's layer over the same parameters."""
+    shape = experts_shape(experts, ExpertLayout(stacked=True), CONFIG)
+    masters = [nn.Parameter(experts.get_parameter(name).detach().clone()) for name in NAMES]
+    layer = RoutedLowBitExperts(
+        EXPERTS,
+        *masters[:2],
+        shape,
+        get_scheme("bf16"),
+        LayerContext(dtype, kernel),
+        tuple(masters[2:]),
+    )
+    layer.refresh()
+    return layer
+
+
+def test_values_and_gradients_are_transformers():
+    """Contract: output and gradients of input, routing weights, matrices and biases, in float32."""
+    reference = theirs()
+    layer = ours(reference, "reference", torch.float32)
+    weights, index = routed(29, layer.shape)
+    dy = normal(29, 64, seed=4)
+    inputs = normal(29, 64, seed=3) * 3
+    results = []
+    for module in (reference, layer):
+        x = inputs.clone().requires_grad_()
+        w = weights.clone().requires_grad_()
+        y = module(x, index, w)
+        y.backward(dy)
+        parameters = [module.get_parameter(name) for name in NAMES]
+        results.append([y.detach(), x.grad, w.grad, *(p.grad for p in parameters)])
+    merged = inputs @ reference.gate_up_proj[0]
+    assert (merged.abs() > 7).any(), "limits are reached"
+    for expected, actual in zip(*results, strict=True):
+        assert relative_error(actual, expected) < 1e-5
+
+
+@no_cuda
+def test_vllms_experts_are_the_formula():
+    """Check vLLM's kernel for CPUs, which has the biases and the gate, and its row independence."""
+    reference = theirs()
+    layer = ours(reference, "vllm", torch.bfloat16)
+    weights, index = routed(23, layer.shape)
+    x = normal(23, 64, seed=3).bfloat16()
+    with torch.no_grad():
+        y = layer(x, index, weights)
+        expected = reference(x.float(), index, weights)
+        alone = [layer(x[n : n + 1], index[n : n + 1], weights[n : n + 1]) for n in range(23)]
+    assert relative_error(y.float(), expected) < 0.01
+    assert torch.equal(y, torch.cat(alone))
+
+
+def test_the_checkpoint_is_transformers():
+    """Contract: names, shapes and values of the stream, with quantized attention, too."""
+    model = randomize(GptOssForCausalLM(CONFIG))
+    expected = {name: value.bfloat16() for name, value in model.state_dict().items()}
+    stream = {
+        item.name: item.tensor.clone()
+        for item in low_bit(model, "bf16", operators="transformers").low_bit_tensors()
+    }
+    assert stream.keys() == expected.keys()
+    assert all(torch.equal(stream[name], expected[name]) for name in expected)
+
+
+def test_quantized_experts_are_refused_and_attention_alone_is_not():
+    with torch.device("meta"):
+        model = GptOssForCausalLM(CONFIG)
+    with pytest.raises(SchemeError, match=r"experts 'model\.layers\.0\.mlp\.experts', which have"):
+        plan_layers(model, get_scheme("w8a8"))
+    plan = plan_layers(model, get_scheme("w8a8"), [LayerRule.model_validate("*.experts.*=bf16")])
+    assert plan.schemes["model.layers.1.self_attn.o_proj"].name == "w8a8"
+    assert {plan.schemes[name].name for name in plan.schemes if ".mlp." in name} == {"bf16"}
+
+
+def test_muon_takes_gate_and_up_as_two_matrices():
+    """Contract: they alternate in the columns, and every element belongs to one of them."""
+    stack = torch.zeros(3, 4, 6)
+    for number, index in enumerate(matrices_of("experts.gate_up_proj", stack.shape, True)):
+        stack[index] += number
+    expected = torch.arange(6.0).view(3, 1, 2).repeat(1, 4, 3)
+    assert torch.equal(stack, expected)
+
+
+def test_another_gate_than_vllms_is_refused():
+    with torch.device("meta"):
+        model = GptOssForCausalLM(GptOssConfig(**{**CONFIG.to_dict(), "swiglu_limit": 5.0}))
+    with pytest.raises(SchemeError, match=r"slope 1\.702 and limit 5\.0 \(swiglu_alpha"):
+        plan_layers(model, get_scheme("bf16"))
+
+
+def test_mxfp4_is_refused_with_the_way_to_bfloat16(tmp_path: Path):
+    settings = {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=r"(?s)\(mxfp4\).*Mxfp4Config\(dequantize=True\)"):
+        check_model(tmp_path)
