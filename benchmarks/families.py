@@ -39,6 +39,7 @@ from qarl.learner.batching import Batch, make_batch
 from qarl.learner.logprobs import token_logprobs
 from qarl.learner.mismatch import measure_mismatch
 from qarl.mismatch.investigate import engine_of
+from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.model.operator_check import check_operators
@@ -77,6 +78,13 @@ _SHORT_CONVOLUTION = {
 _MAMBA_2 = {"mamba_n_heads": 32, "mamba_d_head": 8, "mamba_d_state": 64}
 """Heads such that vLLM's int4 kernel for CPUs has the first projection: a multiple of 32 rows."""
 _MAMBA_LAYERS = {"layer_types": ["mamba", "attention", "mamba"]}
+_POSITIONS = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [6, 5, 5],
+    }
+}
 _PICTURES = {
     "vision_config": {
         "depth": 1,
@@ -90,6 +98,14 @@ _PICTURES = {
     "video_token_id": 501,
     "vision_start_token_id": 502,
     "vision_end_token_id": 503,
+}
+_TOWER = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 56,
+    "patch_size": 14,
 }
 _SLIDING = {
     "sliding_window": 24,
@@ -453,19 +469,44 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3.5-vl": ("Qwen3_5Config", {"text_config": {**_HEADS, **_DELTA}, **_PICTURES}),
-    "qwen3-vl": ("Qwen3VLConfig", {"text_config": _HEADS, **_PICTURES}),
+    "qwen3-vl": ("Qwen3VLConfig", {"text_config": {**_HEADS, **_POSITIONS}, **_PICTURES}),
+    "qwen2.5-vl": (
+        "Qwen2_5_VLConfig",
+        {
+            "text_config": _POSITIONS,
+            **_PICTURES,
+            "vision_config": {
+                "depth": 1,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_heads": 2,
+                "out_hidden_size": 128,
+                "fullatt_block_indexes": [0],
+            },
+        },
+    ),
+    "mistral3-vl": (
+        "Mistral3Config",
+        {
+            "text_config": {**_HEADS, "model_type": "mistral"},
+            "vision_config": {**_TOWER, "model_type": "pixtral", "head_dim": 32},
+            "image_token_index": 500,
+        },
+    ),
+    "smolvlm": (
+        "SmolVLMConfig",
+        {
+            "text_config": {**_HEADS, "model_type": "llama"},
+            "vision_config": _TOWER,
+            "image_token_id": 500,
+            "scale_factor": 2,
+        },
+    ),
     "gemma3-vl": (
         "Gemma3Config",
         {
             "text_config": {**_HEADS, **_SLIDING, "query_pre_attn_scalar": 32},
-            "vision_config": {
-                "hidden_size": 64,
-                "intermediate_size": 128,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-                "image_size": 56,
-                "patch_size": 14,
-            },
+            "vision_config": _TOWER,
             "mm_tokens_per_image": 4,
         },
     ),
@@ -561,7 +602,7 @@ def measure(
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_model(name, folder)
-        masters = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        masters = load_masters(folder, torch.float32)
         reference = copy.deepcopy(masters)
         context = LayerContext(COMPUTE_DTYPES[dtype], "auto")
         rules = [LayerRule.model_validate(rule) for rule in RULES.get(name, ()) if scheme != "bf16"]

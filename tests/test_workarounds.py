@@ -40,6 +40,10 @@ UPSTREAM = {
         "vllm/model_executor/model_loader/reload/layerwise.py",
         "param.data.copy_(getattr(layer, ",
     ],
+    "gpt-oss copies by itself": [
+        "vllm/model_executor/models/gpt_oss.py",
+        "param.data.copy_(narrow_weight)",
+    ],
     "heads are prepacked": [
         "vllm/model_executor/layers/utils.py",
         "handler = ops.create_onednn_mm(origin_weight.t()",

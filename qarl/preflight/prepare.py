@@ -10,7 +10,7 @@ from qarl.preflight.disk import check_disk
 from qarl.preflight.files import check_processes
 from qarl.preflight.prompts import check_prompts
 from qarl.preflight.support import require_schemes
-from qarl.quant.checkpoint.folder import describe_left_out
+from qarl.quant.checkpoint.folder import describe_towers
 from qarl.quant.runtime.libraries import untested_libraries
 from qarl.report.startup import phase, say
 from qarl.run.policy import CheckedInputs, open_checked_inputs
@@ -60,7 +60,7 @@ def checked(
         ready = check_prompts(config, task, architecture)
     if saves:
         check_disk(config, ready.folder)
-    left_out = describe_left_out(ready.folder)
-    for line in filter(None, (ready.task.describe(), left_out, *untested_libraries())):
+    towers = describe_towers(ready.folder)
+    for line in filter(None, (ready.task.describe(), towers, *untested_libraries())):
         say(line)
     return ready

@@ -14,7 +14,7 @@ from qarl.configs.schema.run import RunConfig
 from qarl.quant.checkpoint.folder import DELTA_NETS, rounding_layers
 from qarl.quant.checkpoint.plan import LayerPlan
 from qarl.quant.checkpoint.shapes import expert_modules, weight_shapes
-from qarl.quant.checkpoint.source_config import with_source_fields
+from qarl.quant.checkpoint.whole import served_settings
 from qarl.quant.kernels.cpu_attention import require_head_size
 from qarl.quant.kernels.supported import require_cache, require_support
 from qarl.quant.model.add_lora import adapted_weights
@@ -99,8 +99,9 @@ def require_engine_model(
         dtype: the engine's compute dtype.
         quantization: the checkpoint's `quantization_config`. None: unquantized.
     """
-    config = with_source_fields(model.config.to_dict(), model.config)
-    settings = json.dumps([config, quantization], default=str)
+    settings = json.dumps(
+        [served_settings(model.config, type(model).__name__), quantization], default=str
+    )
     question = {"config": hashlib.sha256(settings.encode()).hexdigest(), "dtype": str(dtype)}
     if read_answer("engine model", question):
         return

@@ -40,7 +40,8 @@ MASTER_DTYPES = {
 }
 
 _PROTECTED = re.compile(
-    r"lm_head|.*embed_tokens|.*\.(gate(\.wg)?|router(\.\w+)?|shared_expert_gate|in_proj_(ba|b|a))"
+    r"(.*\.)?lm_head|.*embed_tokens"
+    r"|.*\.(gate(\.wg)?|router(\.\w+)?|shared_expert_gate|in_proj_(ba|b|a))"
 )
 """Names of layers that every scheme leaves in the compute dtype: embeddings, output head, expert
 routers, and the products that give strength and decay of gated delta nets.

@@ -9,14 +9,29 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from qarl.configs.errors import QarlError
 from qarl.configs.files import written_aside
-from qarl.quant.checkpoint.folder import COMPANIONS, file_digests, read_config
+from qarl.quant.checkpoint.folder import (
+    COMPANIONS,
+    file_digests,
+    read_config,
+    weight_files,
+)
 from qarl.quant.checkpoint.load import empty_model
 from qarl.quant.checkpoint.source_config import with_source_fields
+from qarl.quant.checkpoint.whole import (
+    Whole,
+    has_towers,
+    levels_of,
+    read_whole,
+    served_settings,
+    whole_of,
+)
 from qarl.quant.digest import StreamDigest
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.tensor_files import write_tensors
@@ -57,12 +72,34 @@ def export_masters(model: LowBitModel, source: Path, folder: Path) -> None:
     plain = empty_model(model.config)
     plain.load_state_dict(model.loaded_state(), strict=False, assign=True)
     plain.tie_weights()
+    whole = whole_of(model.config)
     with written_aside(folder) as building:
         plain.save_pretrained(building)
         file = building / "config.json"
-        complete = with_source_fields(json.loads(file.read_text()), model.config)
+        if whole is None:
+            complete = with_source_fields(json.loads(file.read_text()), model.config)
+        else:
+            dtype = next(iter(model.loaded.values())).dtype
+            complete = _settings(model, dtype)
+            _make_whole(whole, source, building)
         _write_config(file, complete)
         copy_companions(source, building)
+
+
+def _make_whole(whole: Whole, source: Path, folder: Path) -> None:
+    """Give a language model's tensors in `folder` the names they have in the whole, and add the
+    towers of `source`.
+    """
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    files = {}
+    for number, file in enumerate(sorted(folder.glob("*.safetensors"))):
+        tensors = {whole.written_name(name): tensor for name, tensor in load_file(file).items()}
+        file.unlink()
+        save_file(tensors, folder / f"tensors-{number}.safetensors", metadata={"format": "pt"})
+        files[f"tensors-{number}.safetensors"] = list(tensors)
+    files |= _copy_towers(source, folder)
+    size = sum((folder / name).stat().st_size for name in files)
+    _name_files(folder, files, size)
 
 
 def checkpoint_config(model: LowBitModel) -> dict[str, Any]:
@@ -71,16 +108,22 @@ def checkpoint_config(model: LowBitModel) -> dict[str, Any]:
     It has the architecture's settings, fields of the source's config.json that transformers' class
     drops, the compute dtype, and the schemes' quantization.
     """
-    config = with_source_fields(model.config.to_dict(), model.config)
-    # a language model that was part of another model has none, or the other's
-    config["architectures"] = [type(model.module).__name__]
-    config["dtype"] = str(model.dtype).removeprefix("torch.")
-    config.pop("quantization_config", None)
-    # The folder of the masters is a path of this machine.
-    config.pop("_name_or_path", None)
+    config = _settings(model, model.dtype)
     quantization = model.plan.quantization_config(model.context.kv_cache)
     if quantization is not None:
         config["quantization_config"] = quantization
+    return config
+
+
+def _settings(model: LowBitModel, dtype: torch.dtype) -> dict[str, Any]:
+    """Return a config.json of the model in a dtype, without quantization."""
+    config = served_settings(model.config, type(model.module).__name__)
+    for level in levels_of(config):
+        level.pop("torch_dtype", None)
+        level["dtype"] = str(dtype).removeprefix("torch.")
+        level.pop("quantization_config", None)
+    # The folder of the masters is a path of this machine.
+    config.pop("_name_or_path", None)
     return config
 
 
@@ -94,11 +137,12 @@ def write_checkpoint(
 ) -> StreamDigest:
     """Write a stream as safetensors beside config and tokenizer.
 
-    The folder appears complete or not at all. Returns the digest of what was written.
+    The folder appears complete or not at all. Returns the digest of the stream.
 
     Args:
         config: contents of config.json.
-        source: folder whose tokenizer and generation config are copied.
+        source: folder whose tokenizer and generation config are copied, and whose towers for
+            pictures or sound, if `config` has some.
         note: contents of qarl.json, to which digests of tensors and of the other files are added.
             Default: no such file.
         defaults: how the policy was asked, which chat template and generation config then say, and
@@ -114,7 +158,12 @@ def write_checkpoint(
             building.mkdir(parents=True)
             digest = StreamDigest()
             files = dict(write_tensors(stream, building, digest))
-            _name_files(building, files, digest.bytes)
+            size = digest.bytes
+            if has_towers(config):
+                towers = _copy_towers(source, building)
+                size += sum((building / file).stat().st_size for file in towers)
+                files |= towers
+            _name_files(building, files, size)
             _write_config(building / "config.json", config)
             copy_companions(source, building)
             write_defaults(building, config, defaults or RequestDefaults())
@@ -128,6 +177,26 @@ def write_checkpoint(
         reason = getattr(error, "strerror", None) or error
         raise ExportError(f"cannot write checkpoint {str(folder)!r}: {reason}") from error
     return digest
+
+
+def _copy_towers(source: Path, folder: Path) -> dict[str, list[str]]:
+    """Copy all tensors of `source` that are not its language model's; return file → their names.
+
+    Each of the source's files that has such tensors becomes one file.
+    """
+    whole = read_whole(source)
+    assert whole is not None, f"{source} has towers"
+    files = {}
+    for number, file in enumerate(weight_files(source)):
+        with safe_open(file, "pt") as tensors:
+            names = [name for name in tensors.keys() if not whole.own_name(name)]  # noqa: SIM118
+            towers = {name: tensors.get_tensor(name) for name in names}
+        if towers:
+            target = folder / f"towers-{number}.safetensors"
+            save_file(towers, target, metadata={"format": "pt"})
+            target.chmod(0o644)  # as `write_tensors` does
+            files[target.name] = names
+    return files
 
 
 def _write_config(file: Path, config: dict[str, Any]) -> None:

@@ -30,6 +30,8 @@ _ANSWERS = (
 """Words in the names of columns that hold answers, the most usual first."""
 _ABOUT = ("id", "type", "source", "level", "length", "split", "language", "format", "template")
 """Words in the names of columns that say something about a question or answer."""
+_INPUTS = ("image", "picture", "video", "audio")
+"""Names of columns, and kinds of parts of a message, that hold other inputs than text."""
 _NAME_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 """Matches the words of a column's name, such as a_b or aB."""
 
@@ -218,6 +220,7 @@ def make_table(name: str, rows: Sequence[Row], columns: Columns) -> Table:
 
 def _problem(row: Row, columns: Columns, hub: bool) -> tuple[Split, Problem]:
     prompt = _value(row, columns.prompt, "--task.prompt")
+    _refuse_pictures(row, columns.prompt, prompt)
     messages = _messages(row, columns.prompt, prompt)
     question = messages[-1]["content"] if messages else prompt
     fields = {columns.prompt}
@@ -237,6 +240,30 @@ def _problem(row: Row, columns: Columns, hub: bool) -> tuple[Split, Problem]:
         metadata=metadata,
         messages=messages,
     )
+
+
+def _refuse_pictures(row: Row, column: str, prompt: Any) -> None:
+    """Raise `TaskError` for a row with pictures, sound or video beside its text.
+
+    Policies are asked in text, also those of models that take pictures.
+    """
+    beside = [
+        str(name)
+        for name, value in row.values.items()
+        if str(name).lower().removesuffix("s") in _INPUTS and value not in (None, "", [])
+    ]
+    for message in prompt if isinstance(prompt, list) else ():
+        content = message.get("content") if isinstance(message, dict) else None
+        parts = content if isinstance(content, list) else ()
+        kinds = {str(part.get("type")) for part in parts if isinstance(part, dict)}
+        if kinds & {*_INPUTS, *(f"{kind}_url" for kind in _INPUTS)}:
+            beside.append(column)
+    if beside:
+        raise TaskError(
+            f"{row.where}: {beside[0]!r} holds pictures, sound or video, and prompts are text"
+            " alone, also of a model that takes pictures; take another data set, or drop the"
+            " column if the questions can be answered without"
+        )
 
 
 def _split(row: Row, question: str, hub: bool) -> Split:

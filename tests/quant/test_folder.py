@@ -19,7 +19,7 @@ from qarl.quant.checkpoint.folder import (
     check_rotary,
     check_steps,
     check_windows,
-    describe_left_out,
+    describe_towers,
     has_chat_template,
     has_states,
     local_folder,
@@ -342,10 +342,11 @@ def test_layers_that_round_prompts_otherwise_are_known_by_their_settings(
     assert rounding_layers(settings, dtype) == expected
 
 
-def test_parts_for_pictures_that_are_left_out_are_named(tmp_path: Path):
+def test_parts_for_pictures_that_are_not_trained_are_named(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {}, "vision_config": {}}))
     assert re.search(
-        r"^text only: .* its part for pictures is left out$", describe_left_out(tmp_path)
+        r"^text only: .* its part for pictures stays as it is and is exported with it$",
+        describe_towers(tmp_path),
     )
     (tmp_path / "config.json").write_text(json.dumps({"vision_config": None}))
-    assert describe_left_out(tmp_path) == ""
+    assert describe_towers(tmp_path) == ""

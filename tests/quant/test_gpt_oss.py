@@ -5,6 +5,7 @@ tests/engine/test_families.py compares with what an engine samples after a publi
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +21,12 @@ from qarl.quant.checkpoint.folder import check_model
 from qarl.quant.checkpoint.shapes import plan_layers
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.experts import RoutedLowBitExperts
+from qarl.quant.layers.lora import Adapter
 from qarl.quant.schemes import SchemeError, get_scheme
 from tests.support.kernels import no_cuda
 from tests.support.layers import EXPERTS, routed
 from tests.support.models import low_bit, randomize
-from tests.support.tensors import normal, relative_error
+from tests.support.tensors import normal, relative_error, seeded
 
 CONFIG = GptOssConfig(
     vocab_size=96,
@@ -42,23 +44,24 @@ CONFIG = GptOssConfig(
 NAMES = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
 
 
-def theirs(seed: int = 0) -> GptOssExperts:
+def theirs(seed: int = 0) -> Any:
     """Return transformers' experts, some of whose gates and rows of up are beyond the limit."""
     CONFIG._experts_implementation = "eager"
-    experts = GptOssExperts(CONFIG)
+    experts: Any = GptOssExperts(CONFIG)
     with torch.no_grad():
         for number, parameter in enumerate(experts.parameters()):
             parameter.copy_(normal(*parameter.shape, seed=seed + number) * 0.4)
     return experts
 
 
-def ours(experts: GptOssExperts, kernel: str, dtype: torch.dtype) -> RoutedLowBitExperts:
+def ours(experts: Any, kernel: str, dtype: torch.dtype) -> RoutedLowBitExperts:
     """Return the learner's layer over the same parameters."""
     shape = experts_shape(experts, ExpertLayout(stacked=True), CONFIG)
     masters = [nn.Parameter(experts.get_parameter(name).detach().clone()) for name in NAMES]
     layer = RoutedLowBitExperts(
         EXPERTS,
-        *masters[:2],
+        masters[0],
+        masters[1],
         shape,
         get_scheme("bf16"),
         LayerContext(dtype, kernel),
@@ -147,3 +150,30 @@ def test_mxfp4_is_refused_with_the_way_to_bfloat16(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(ModelError, match=r"(?s)\(mxfp4\).*Mxfp4Config\(dequantize=True\)"):
         check_model(tmp_path)
+
+
+def test_adapters_of_transposed_stacks_have_the_gradients_of_their_product():
+    """Contract: dB = s · dW Aᵀ and dA = s · Bᵀ dW, in the layout of the masters."""
+    layer = ours(theirs(), "reference", torch.float32)
+    reference = theirs()
+    generator = seeded(3)
+    for index, name in enumerate(NAMES[:2]):
+        adapter = Adapter(layer.masters[index], 4, 8.0, generator)
+        adapter.lora_B.data = normal(*adapter.lora_B.shape, seed=index) * 0.1
+        layer.adapt(index, adapter)
+        product = adapter.scale * (adapter.lora_B @ adapter.lora_A).detach()
+        reference.get_parameter(name).data += product
+    layer.refresh()
+    weights, index = routed(29, layer.shape)
+    x = normal(29, 64, seed=3)
+    dy = normal(29, 64, seed=4)
+    for module in (layer, reference):
+        module(x, index, weights).backward(dy)
+    for number, adapter in enumerate(layer.adapters):
+        assert adapter is not None
+        dw = reference.get_parameter(NAMES[number]).grad
+        a, b = adapter.lora_A.detach(), adapter.lora_B.detach()
+        expected = [adapter.scale * b.transpose(1, 2) @ dw, adapter.scale * dw @ a.transpose(1, 2)]
+        for factor, gradient in zip((adapter.lora_A, adapter.lora_B), expected, strict=True):
+            assert factor.grad is not None
+            assert relative_error(factor.grad, gradient) < 1e-5

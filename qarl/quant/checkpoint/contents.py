@@ -23,6 +23,7 @@ from transformers.core_model_loading import (
 
 from qarl.configs.errors import ModelError
 from qarl.quant.checkpoint.folder import same_bytes
+from qarl.quant.checkpoint.whole import whole_of
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
@@ -30,7 +31,8 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 def stored_names(model: PreTrainedModel, files: Iterable[str]) -> dict[str, str]:
     """Return transformers' name → the files' name of each tensor, by the loader's own renamings.
 
-    Of tensors that the loader makes one of, such as a layer's experts, the last is named.
+    Of tensors that the loader makes one of, such as a layer's experts, the last is named. Tensors
+    of towers are left out.
 
     Args:
         model: may be on the meta device.
@@ -41,11 +43,13 @@ def stored_names(model: PreTrainedModel, files: Iterable[str]) -> dict[str, str]
     converters: Any = [entry for entry in transforms if isinstance(entry, WeightConverter)]
     expected = model.state_dict()
     prefix = model.base_model_prefix
+    whole = whole_of(model.config)
+    stored = {name: name for name in files} if whole is None else whole.own_names(list(files))
     names = {}
-    for name in sorted(files, key=dot_natural_key):
-        renamed, _ = rename_source_key(name, renamings, converters, prefix, expected)
-        if renamed not in expected and name in expected:
-            renamed = name
+    for own, name in sorted(stored.items(), key=lambda pair: dot_natural_key(pair[0])):
+        renamed, _ = rename_source_key(own, renamings, converters, prefix, expected)
+        if renamed not in expected and own in expected:
+            renamed = own
         names[renamed] = name
     return names
 
@@ -105,6 +109,9 @@ def check_contents(
     if not stored:
         return
     names = stored_names(model, stored)
+    whole = whole_of(model.config)
+    if whole is not None:
+        stored = {own: stored[name] for own, name in whole.own_names(stored).items()}
     _refuse_other_shapes(folder, model, stored)
     tied = model.all_tied_weights_keys
     one_is_stored = {name for pair in tied.items() for name in pair if {*pair} & names.keys()}

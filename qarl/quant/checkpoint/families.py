@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from qarl.quant.checkpoint.folder import EXPERTS_A_TOKEN
+from qarl.quant.checkpoint.whole import whole_of
 from qarl.quant.schemes import SchemeError
 
 STACKED: Mapping[str, tuple[str, ...]] = {
@@ -100,13 +101,27 @@ class Family:
     """Names of experts' matrices, if the architecture has experts."""
     renamed: tuple[tuple[str, str], ...] = ()
     """(transformers' name, the checkpoint's name) of other parts of names that differ."""
+    prefixes: tuple[tuple[str, str], ...] = ()
+    """(beginning of a name, beginning of the checkpoint's name) if the model is a part of another
+    one (`quant.checkpoint.whole`). The first that fits is taken.
+    """
 
     def checkpoint_name(self, name: str) -> str:
         """Return the checkpoint's name of a module or parameter."""
         dotted = f"{name}."
         for ours, written in self.renamed:
             dotted = dotted.replace(ours, written)
+        for ours, written in self.prefixes:
+            if dotted.startswith(ours):
+                return (written + dotted.removeprefix(ours))[:-1]
         return dotted[:-1]
+
+
+def names_of(config: PreTrainedConfig) -> Family:
+    """Return the names of a model in its checkpoint, which may have other parts beside it."""
+    whole = whole_of(config)
+    family = family_of(config.model_type)
+    return family if whole is None else replace(family, prefixes=whole.prefixes)
 
 
 @functools.cache
@@ -179,7 +194,11 @@ def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
             transposed = {"gate_up_proj", "down_proj"} == stacks and not known
             gateless = stacks == {"up_proj", "down_proj"}
             layout = (
-                ", which are transposed" if transposed else ", without a gate" if gateless else ""
+                ", which are transposed and whose inputs the router weighs (Llama 4)"
+                if transposed
+                else ", without a gate"
+                if gateless
+                else ""
             )
             raise SchemeError(
                 f"{name!r} of model type {model.config.model_type!r} is a {type(module).__name__}"

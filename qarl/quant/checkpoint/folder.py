@@ -37,9 +37,15 @@ COMPANIONS = (
     "tekken.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
 )
-"""Files of a model folder that are copied beside the tensors: tokenizer and generation config."""
+"""Files of a model folder that are copied beside the tensors: tokenizer, generation config, and
+processors of pictures.
+"""
 
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 _GGUF = ".gguf"
@@ -78,6 +84,9 @@ _PROMPT_ROUNDING = {
 """Setting that only models with such layers have → the layers' name."""
 
 _CHANGING_ROTATIONS = ("dynamic", "longrope", "su")
+
+TOWERS = {"vision_config": "pictures", "audio_config": "sound"}
+"""Section of config.json that a part for other inputs than text has → these inputs."""
 
 EXPERTS_A_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 """Names that configurations have for the number of experts a token is routed to."""
@@ -418,21 +427,24 @@ def has_states(folder: Path) -> bool:
     )
 
 
-def describe_left_out(folder: Path) -> str:
-    """Return a line on the parts for pictures or sound that a trained model's files have beside its
-    language model; "" if none.
-
-    Models whose transformers class for text has these parts are refused
-    (`quant.checkpoint.load.causal_model`).
-    """
+def tower_inputs(folder: Path) -> list[str]:
+    """Return what a model takes beside text ("pictures", "sound"), by its config.json."""
+    if not (folder / "config.json").is_file():
+        return []
     config = read_config(folder)
-    parts = {"vision_config": "pictures", "audio_config": "sound"}
-    beside = [words for key, words in parts.items() if config.get(key) is not None]
-    if not beside:
+    return [inputs for key, inputs in TOWERS.items() if config.get(key) is not None]
+
+
+def describe_towers(folder: Path) -> str:
+    """Return a line on the parts for pictures or sound that a trained model has beside its language
+    model; "" if none.
+    """
+    inputs = " and ".join(tower_inputs(folder))
+    if not inputs:
         return ""
     return (
-        f"text only: of {str(folder)!r} the language model is trained, published and exported, and"
-        f" its part for {' and '.join(beside)} is left out"
+        f"text only: of {str(folder)!r} the language model is trained and published; its part for"
+        f" {inputs} stays as it is and is exported with it"
     )
 
 

@@ -1,7 +1,8 @@
 """Loading a transformers model folder or hub id as a causal LM whose parameters are the masters."""
 
+import copy
 import re
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from qarl.quant.checkpoint.contents import (
 )
 from qarl.quant.checkpoint.families import fused_experts
 from qarl.quant.checkpoint.folder import (
+    TOWERS,
     check_model,
     local_folder,
     not_in_hub,
@@ -36,6 +38,8 @@ from qarl.quant.checkpoint.folder import (
 )
 from qarl.quant.checkpoint.read_rows import reading_rows
 from qarl.quant.checkpoint.shapes import expert_modules, weight_shapes
+from qarl.quant.checkpoint.whole import Whole, language_config, whole_of
+from qarl.quant.runtime.replaced import replaced
 from qarl.quant.runtime.shards import own_rows
 
 
@@ -85,27 +89,25 @@ def empty_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def causal_model(name: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """Return `empty_model` of this architecture, if it is a language model of text alone.
+    """Return `empty_model` of this architecture, or of the language model that it has for text.
 
-    Raises `ModelError` for another one, by the name under which the user gave it. A model that also
-    takes pictures is a language model if its class for text leaves them out.
+    Raises `ModelError` for another one, by the name under which the user gave it.
     """
-    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
-    model = empty_model(config) if known else None
-    parts = {"vision_config": "pictures", "audio_config": "sound"}
-    taken = config if model is None else model.config
-    beside = [words for key, words in parts.items() if getattr(taken, key, None) is not None]
-    if beside:
+    beside = [inputs for key, inputs in TOWERS.items() if getattr(config, key, None) is not None]
+    text = language_config(config) if beside else config
+    if beside and text is None:
         raise ModelError(
             f"model {name!r} is a {config.model_type!r}, which takes {' and '.join(beside)} beside"
-            " text, and only models of text alone are trained; give one of those (Qwen3, Llama,"
-            " Mistral, …)"
+            " text, and transformers has no class for its language model alone; give a model of"
+            " text (Qwen3, Llama, Mistral, …), or one with pictures whose language model has"
+            " (Qwen3-VL, Gemma 3, Mistral 3, SmolVLM)"
         )
-    if model is None:
+    if text is None or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ModelError(
             f"model {name!r} is a {config.model_type!r}, no causal language model; give one that"
             " writes text from left to right (Qwen3, Llama, Mistral, …)"
         )
+    model = empty_model(text)
     model.config.name_or_path = config.name_or_path
     return model
 
@@ -132,8 +134,9 @@ def model_skeleton(folder: Path) -> PreTrainedModel:
         ) from error
     stored = tensor_shapes(folder) if weight_files(folder) else {}
     if has_own_head(folder, model, stored):
-        set_tie(config, tied=False)
-        model = empty_model(config)
+        set_tie(model.config, tied=False)
+        model = empty_model(model.config)
+        model.config.name_or_path = config.name_or_path
     _check_experts(folder, model, stored)
     check_contents(folder, model, stored)
     return model
@@ -198,11 +201,13 @@ def load_masters(
         skeleton: what `model_skeleton` returned for the folder, if it was asked before.
     """
     if skeleton is None:
-        model_skeleton(folder)
+        skeleton = model_skeleton(folder)
+    whole = whole_of(skeleton.config)
+    kind, options = (AutoModelForCausalLM, {}) if whole is None else _part(whole, skeleton)
     try:
-        with reading_rows(mesh) if mesh else nullcontext():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, output_loading_info=True
+        with reading_rows(mesh) if mesh else nullcontext(), _towers_unread(folder, whole, kind):
+            loaded: Any = kind.from_pretrained(
+                folder, dtype=dtype, output_loading_info=True, **options
             )
         model, info = loaded
     except Exception as error:
@@ -217,6 +222,24 @@ def load_masters(
     model.config.name_or_path = str(folder)
     check_finite(folder, model)
     return model.eval() if device is None else model.eval().to(device)
+
+
+def _part(whole: Whole, skeleton: PreTrainedModel) -> tuple[Any, dict[str, Any]]:
+    """Return the class that loads a language model from the checkpoint of its whole, and options.
+
+    skeleton: the language model on the meta device.
+    """
+    names = {f"^{re.escape(theirs)}": own for own, theirs in whole.prefixes if own != theirs}
+    return type(skeleton), {"config": copy.deepcopy(skeleton.config), "key_mapping": names}
+
+
+def _towers_unread(folder: Path, whole: Whole | None, kind: Any) -> AbstractContextManager[None]:
+    """Return a context in which transformers reports no tensors of towers as left out."""
+    if whole is None:
+        return nullcontext()
+    towers = [name for name in tensor_shapes(folder) if not whole.own_name(name)]
+    patterns = [f"^{re.escape(name)}$" for name in towers]
+    return replaced(kind, _keys_to_ignore_on_load_unexpected=patterns)
 
 
 def matrices_on_host(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:

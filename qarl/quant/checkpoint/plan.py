@@ -34,6 +34,10 @@ class LayerPlan:
     """Scheme of the layers that no rule matches."""
     schemes: Mapping[str, Scheme] = field(repr=False)
     """Checkpoint name → scheme, in the model's order; `bf16` for a layer in the compute dtype."""
+    beside: tuple[str, ...] = ()
+    """Patterns of names of parts beside the model, which no scheme quantizes, as config.json lists
+    them.
+    """
 
     @property
     def ignored(self) -> list[str]:
@@ -53,7 +57,7 @@ class LayerPlan:
         """Return the `quantization_config` for config.json; None if nothing is quantized.
 
         There is one group for each scheme, the main scheme's first. `ignore` holds exactly the
-        layers in the compute dtype.
+        layers in the compute dtype, and the parts beside the model.
 
         If only the main scheme is used, its group targets every "Linear", and a quantized output
         head by name, because vLLM's is no "Linear". If schemes are mixed, every group names its
@@ -69,7 +73,8 @@ class LayerPlan:
             heads = filter(is_protected, targets[self.main.name])
             targets = {self.main.name: ["Linear", *heads]}
         groups = [(get_scheme(name), names) for name, names in targets.items()]
-        return write_quantization_config(groups, config_names(self.ignored, depth), kv_cache)
+        ignored = [*config_names(self.ignored, depth), *self.beside]
+        return write_quantization_config(groups, ignored, kv_cache)
 
 
 def make_plan(

@@ -5,6 +5,7 @@ names, in this order.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -12,8 +13,9 @@ from transformers import PreTrainedModel
 
 from qarl.configs.schema.run import LayerRule
 from qarl.configs.schemes import check_shapes
-from qarl.quant.checkpoint.families import expert_sizes, family_of, fused_experts, is_gpt_oss
+from qarl.quant.checkpoint.families import expert_sizes, fused_experts, is_gpt_oss, names_of
 from qarl.quant.checkpoint.plan import LayerPlan, make_plan
+from qarl.quant.checkpoint.whole import whole_of
 from qarl.quant.schemes import Scheme, SchemeError
 
 
@@ -34,7 +36,8 @@ def plan_layers(
     plan = make_plan(scheme, rules, list(shapes), _never_quantized(model, shapes))
     _refuse_biased_experts(model, plan)
     check_shapes((name, plan.schemes[name].name, shape) for name, shape in shapes.items())
-    return plan
+    whole = whole_of(model.config)
+    return plan if whole is None else replace(plan, beside=whole.tower_patterns)
 
 
 def weight_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
@@ -42,7 +45,7 @@ def weight_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
 
     `model` may be on the meta device. Raises `SchemeError` for fused experts of an unknown layout.
     """
-    family = family_of(model.config.model_type)
+    family = names_of(model.config)
     experts = dict(fused_experts(model))
     routers = set(router_names(model, experts))
     shapes: dict[str, tuple[int, int]] = {}
@@ -63,7 +66,7 @@ def weight_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
 
 def expert_modules(model: PreTrainedModel) -> list[str]:
     """Return checkpoint names of the modules of routed experts ("model.layers.0.mlp.experts")."""
-    family = family_of(model.config.model_type)
+    family = names_of(model.config)
     return [family.checkpoint_name(name) for name, _ in fused_experts(model)]
 
 
@@ -85,7 +88,7 @@ def router_names(model: PreTrainedModel, experts: dict[str, nn.Module]) -> list[
 
 def _refuse_biased_experts(model: PreTrainedModel, plan: LayerPlan) -> None:
     """Raise `SchemeError` if the plan quantizes experts with biases (gpt-oss)."""
-    family = family_of(model.config.model_type)
+    family = names_of(model.config)
     for name, experts in fused_experts(model):
         layer = family.checkpoint_name(name)
         scheme = plan.schemes[f"{layer}.0.{family.experts.down}"]
@@ -106,7 +109,7 @@ def _never_quantized(
     """Return the modules with a weight matrix that no scheme can quantize → the reason."""
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
-    family = family_of(model.config.model_type)
+    family = names_of(model.config)
     reasons = {}
     for name, module in model.named_modules():
         written = family.checkpoint_name(name)

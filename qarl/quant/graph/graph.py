@@ -154,8 +154,16 @@ class Graph:
         for module, key, weight in self._read_directly:
             module.__dict__[key] = weight.routed() if torch.is_grad_enabled() else weight.read
         with self._stepping(_Step(sequences, experts)), self._log.one_forward():
-            output = self.module(tokens, sequences.positions(tokens.device))
+            output = self.module(tokens, self._positions(sequences, tokens.device))
         return output[0] if isinstance(output, tuple) else output
+
+    def _positions(self, sequences: Sequences, device: torch.device) -> torch.Tensor:
+        """Return each token's position, int64 [N]; of models that place pictures three equal rows,
+        [3, N], which is how vLLM places text.
+        """
+        positions = sequences.positions(device)
+        places_pictures = self.skeleton.config.model_config.uses_mrope
+        return positions.expand(3, -1) if places_pictures else positions
 
     def require_same(self, kinds: Mapping[str, str]) -> None:
         """Raise `KernelError` if the running engine's modules differ from these.

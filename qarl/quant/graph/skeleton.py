@@ -28,7 +28,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from qarl.configs.errors import NoEngineModelError
 from qarl.configs.words import error_text
-from qarl.quant.checkpoint.source_config import with_source_fields
+from qarl.quant.checkpoint.whole import served_settings
 from qarl.quant.kernels.vllm import alone
 from qarl.quant.kernels.vllm_gpu import load_plugins
 from qarl.quant.runtime.batch_invariance import kernel_arguments
@@ -72,7 +72,7 @@ def build_skeleton(
 
     Args:
         config: the model's configuration.
-        architecture: name of the transformers class.
+        architecture: name of the transformers class, or of the whole that the model is a part of.
         quantization: the checkpoint's `quantization_config`.
         dtype: the engine's compute dtype.
         device: device of the forward.
@@ -81,11 +81,11 @@ def build_skeleton(
     try:
         with quiet(), tempfile.TemporaryDirectory() as folder:
             # the config.json that an export of this model has
-            written = with_source_fields(config.to_dict(), config)
-            written["architectures"] = [architecture]
+            written = served_settings(config, architecture)
             if quantization is not None:
                 written["quantization_config"] = quantization
             (Path(folder) / "config.json").write_text(json.dumps(written))
+            (architecture,) = written["architectures"]
             skeleton = skeleton_of(Path(folder), architecture, dtype, device)
     except Exception as error:
         if quantization is not None:
@@ -108,7 +108,10 @@ def build_skeleton(
 def skeleton_of(
     folder: Path, architecture: str, dtype: torch.dtype, device: torch.device
 ) -> Skeleton:
-    """Build vLLM's model of the config.json in a folder. Raises whatever vLLM does."""
+    """Build vLLM's model of the config.json in a folder, without towers for pictures or sound.
+
+    Raises whatever vLLM does.
+    """
     _inspect_here(architecture)
     config = EngineArgs(
         model=str(folder),
@@ -116,6 +119,7 @@ def skeleton_of(
         enforce_eager=True,
         skip_tokenizer_init=True,
         load_format="dummy",
+        language_model_only=True,
         kernel_config=kernel_arguments(),  # type: ignore[arg-type]
     ).create_engine_config()
     # vLLM shares one rotary embedding of a kind in a process. The engine's must not change.

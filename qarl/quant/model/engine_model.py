@@ -19,7 +19,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 
 from qarl.configs.errors import GraphError
-from qarl.quant.checkpoint.families import family_of, fused_experts, is_gpt_oss
+from qarl.quant.checkpoint.families import fused_experts, is_gpt_oss, names_of
+from qarl.quant.checkpoint.whole import whole_of
 from qarl.quant.graph.graph import Graph, Masters
 from qarl.quant.graph.kinds import is_convolution, keeps_state, refuse_unknown
 from qarl.quant.graph.loading import trace_loading
@@ -41,7 +42,8 @@ def engine_model(
         tensors: name → shape of a checkpoint of this model.
         dtype: the engine's compute dtype.
     """
-    architecture = type(model).__name__
+    whole = whole_of(model.config)
+    architecture = type(model).__name__ if whole is None else whole.architecture
     skeleton = build_skeleton(model.config, architecture, None, dtype, _device(model))
     sources = trace_loading(skeleton, tensors).sources
     biases: list[Any] = []  # correction biases of routers
@@ -143,7 +145,7 @@ def build_graph(
         context: settings and state that the layers share.
         log: receives the routers' logits.
     """
-    checkpoint_name = family_of(model.config.model_type).checkpoint_name
+    checkpoint_name = names_of(model.config).checkpoint_name
     copies = {
         checkpoint_name(name): copy
         for name, copy in layers.copies.items()
@@ -177,7 +179,7 @@ def checkpoint_tensors(
         model: the model of masters.
         matrices: see `quant.checkpoint.shapes.weight_shapes`.
     """
-    checkpoint_name = family_of(model.config.model_type).checkpoint_name
+    checkpoint_name = names_of(model.config).checkpoint_name
     state: dict[str, torch.Tensor] = dict(model.named_parameters())
     state |= {name: b for name, b in model.named_buffers() if name in model.state_dict()}
     stored_as_stacks = {

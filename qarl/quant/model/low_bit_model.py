@@ -417,7 +417,7 @@ class LowBitModel(nn.Module):
         if self.adapted:
             return set(self.masters)
         outside = {
-            "lm_head",
+            self._layers.family.checkpoint_name("lm_head"),
             *map(self._layers.family.checkpoint_name, self._layers.routers),
         }
         layers = [layer for layer in self.low_bit_layers() if layer.layer not in outside]

@@ -17,8 +17,8 @@ from qarl.configs.errors import GraphError
 from qarl.quant.checkpoint.families import (
     Family,
     experts_shape,
-    family_of,
     fused_experts,
+    names_of,
 )
 from qarl.quant.checkpoint.plan import LayerPlan, stacked_name
 from qarl.quant.checkpoint.shapes import router_names, weight_shapes
@@ -75,7 +75,7 @@ def replace_layers(
     if engine is not None:
         return _engine_layers(model, plan, context, engine)
     _refuse_changed_logits(model, why_not)
-    family = family_of(model.config.model_type)
+    family = names_of(model.config)
     fused = dict(fused_experts(model))
     routers = tuple(router_names(model, fused))
     _refuse_quantized_routers(plan, [family.checkpoint_name(name) for name in routers])
@@ -119,7 +119,7 @@ def _engine_layers(
 
     Raises `GraphError` if vLLM and the checkpoint differ in the layers they multiply.
     """
-    family = family_of(model.config.model_type)
+    family = names_of(model.config)
     fused = dict(fused_experts(model))
     parameters = {
         family.checkpoint_name(name): parameter for name, parameter in model.named_parameters()

@@ -8,7 +8,7 @@ from typing import Any
 
 from qarl.configs.errors import InputError
 from qarl.configs.schema.run import RolloutConfig
-from qarl.quant.checkpoint.folder import has_states, prompt_rounding
+from qarl.quant.checkpoint.folder import has_states, prompt_rounding, tower_inputs
 from qarl.quant.runtime.batch_invariance import batch_invariant, kernel_arguments
 from qarl.quant.runtime.libraries import INT4_AS_W4A8, SETTLED, refuse_split_keys
 from qarl.rollout.engine import EngineError
@@ -36,11 +36,17 @@ class VllmOptions:
     """
     states: bool = False
     """True if the model has these or other layers with a state, see `of_model`."""
+    towers: bool = False
+    """True if the model has parts for pictures or sound, see `of_model`."""
 
     def of_model(self, checkpoint: Path) -> "VllmOptions":
         """Return the options for the model in a checkpoint folder."""
-        rounding = prompt_rounding(checkpoint, self.dtype)
-        return replace(self, rounding=rounding, states=has_states(checkpoint))
+        return replace(
+            self,
+            rounding=prompt_rounding(checkpoint, self.dtype),
+            states=has_states(checkpoint),
+            towers=bool(tower_inputs(checkpoint)),
+        )
 
     @property
     def logprobs_mode(self) -> str:
@@ -114,6 +120,8 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
         # fraction only with the memory that is free.
         "kv_cache_memory_bytes": (rollout.kv_cache_gib or 1) * 2**30,
         "gpu_memory_utilization": _SMALLEST_SHARE,
+        # Prompts are text, and towers are neither trained nor published.
+        **({"language_model_only": True} if options.towers else {}),
         "enable_prefix_caching": rollout.prefix_caching and not options.states,
         # Every process has a complete engine: tensor parallelism is 1. vLLM only joins the open
         # process group.

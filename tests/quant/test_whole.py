@@ -1,0 +1,214 @@
+"""Language models beside towers for pictures: names, loading and the export of the whole.
+
+tests/engine/test_families.py compares with what an engine samples.
+"""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import ANY
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText
+
+from qarl.quant.checkpoint.load import load_masters, model_skeleton
+from qarl.quant.checkpoint.whole import Whole, read_whole, whole_of
+from qarl.sync.export import export_checkpoint, export_masters
+from tests.support.models import low_bit, randomize, some_tokens
+from tests.support.tensors import seeded
+
+TEXT = {
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+}
+TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+QWEN_TOWER = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 128,
+}
+WHOLES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "Qwen3VLConfig": (
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [12, 10, 10]}},
+        {**QWEN_TOWER, "deepstack_visual_indexes": [0]},
+        {},
+    ),
+    "Qwen2_5_VLConfig": (
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [12, 10, 10]}},
+        {**QWEN_TOWER, "fullatt_block_indexes": [0]},
+        {},
+    ),
+    "Gemma3Config": ({"sliding_window": 8}, TOWER, {"mm_tokens_per_image": 4}),
+    "Mistral3Config": (
+        {"model_type": "mistral"},
+        {**TOWER, "model_type": "pixtral", "head_dim": 16},
+        {},
+    ),
+    "SmolVLMConfig": ({"model_type": "llama"}, TOWER, {"scale_factor": 2}),
+}
+"""Configuration's class → changes of its language model, its tower, and other fields."""
+wholes = pytest.mark.parametrize(
+    ("kind", "tied"), [(kind, number % 2 == 0) for number, kind in enumerate(WHOLES)]
+)
+
+
+def write_whole(kind: str, tied: bool, folder: Path) -> Any:
+    """Write a random model with a tower and return it."""
+    text, tower, others = WHOLES[kind]
+    config = getattr(transformers, kind)(
+        text_config={**TEXT, **text, "tie_word_embeddings": tied},
+        vision_config=tower,
+        tie_word_embeddings=tied,
+        **others,
+    )
+    model = randomize(AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text("{}")
+    return model
+
+
+@wholes
+def test_the_language_model_computes_as_the_whole_does(kind: str, tied: bool, tmp_path: Path):
+    """Contract: of text, in float32, up to rounding; the skeleton has the masters' parameters."""
+    whole = write_whole(kind, tied, tmp_path)
+    masters = load_masters(tmp_path, torch.float32)
+    tokens = some_tokens(2, 12)
+    with torch.no_grad():
+        expected = whole(input_ids=tokens).logits
+        actual = masters(input_ids=tokens).logits
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    skeleton = model_skeleton(tmp_path)
+    shapes = {name: parameter.shape for name, parameter in skeleton.named_parameters()}
+    assert shapes == {name: parameter.shape for name, parameter in masters.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied"), [("Qwen3VLConfig", True), ("Gemma3Config", True), ("SmolVLMConfig", False)]
+)
+def test_an_export_is_the_whole_with_its_tower_untouched(kind: str, tied: bool, tmp_path: Path):
+    """Contract: names, config.json and the tower's bytes are the source's, and transformers loads
+    it as the same class; the language model has its codes, and the tower none.
+    """
+    source = tmp_path / "source"
+    write_whole(kind, tied, source)
+    model = low_bit(load_masters(source, torch.float32), "w8a8", operators="transformers")
+    export = tmp_path / "export"
+    export_checkpoint(model, source, export)
+    before = load_file(source / "model.safetensors")
+    after: dict[str, torch.Tensor] = {}
+    for file in export.glob("*.safetensors"):
+        after |= load_file(file)
+    whole = whole_of(model.config)
+    assert whole is not None
+    towers = {name for name in before if not whole.own_name(name)}
+    assert towers
+    assert all(torch.equal(after[name], before[name]) for name in towers)
+    assert after.keys() - {f"{n}_scale" for n in before} == before.keys()
+    written = json.loads((export / "config.json").read_text())
+    quantization = written.pop("quantization_config")
+    patterns = [re.compile(entry[3:]) for entry in quantization["ignore"] if entry[:3] == "re:"]
+    assert all(any(pattern.match(name) for pattern in patterns) for name in towers)
+    assert not any(pattern.match(name) for pattern in patterns for name in model.plan.schemes)
+    expected = json.loads((source / "config.json").read_text())
+    for level in (written, expected, written["text_config"], expected["text_config"]):
+        level.pop("dtype", None)
+        level.pop("tie_word_embeddings", None)
+    assert written == expected
+    assert (export / "preprocessor_config.json").is_file()
+
+    plain = tmp_path / "plain"
+    export_checkpoint(
+        low_bit(load_masters(source, torch.float32), "bf16", operators="transformers"),
+        source,
+        plain,
+    )
+    export_masters(model, source, tmp_path / "masters")
+    again = load_masters(tmp_path / "masters", torch.float32)
+    assert all(torch.equal(p, model.loaded[name]) for name, p in again.named_parameters())
+    assert read_whole(tmp_path / "masters") == replace(whole, settings=ANY)
+
+    loaded, info = AutoModelForImageTextToText.from_pretrained(
+        plain, dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    rounded = load_masters(source, torch.float32)
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    tokens = some_tokens(2, 12)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            loaded(input_ids=tokens).logits,
+            rounded(input_ids=tokens).logits,
+            rtol=1e-4,
+            atol=1e-4,
+        )
+
+
+def test_names_of_drawn_prefixes_have_an_inverse():
+    """Contract: `own_name` undoes the names that a checkpoint has, and knows no tower's."""
+    generator = seeded(0)
+    for prefix, head in (
+        ("model.language_model.", "lm_head"),
+        ("language_model.model.", "language_model.lm_head"),
+        ("model.text_model.", "lm_head"),
+        ("model.", "lm_head"),
+    ):
+        whole = Whole({}, prefix, head)
+        layer = int(torch.randint(99, (), generator=generator))
+        for own in (f"model.layers.{layer}.mlp.up_proj.weight", "lm_head.weight"):
+            beginning, written = next(p for p in whole.prefixes if own.startswith(p[0]))
+            assert whole.own_name(written + own.removeprefix(beginning)) == own
+        assert not whole.own_name("vision_tower.layers.0.weight")
+        assert not whole.own_name("visual.blocks.0.weight")
+
+
+def test_names_that_were_written_by_earlier_releases_are_read_and_kept(tmp_path: Path):
+    """Contract: `language_model.model.…` in the files is trained, exported and named so."""
+    source = tmp_path / "source"
+    write_whole("Gemma3Config", False, source)
+    before = load_file(source / "model.safetensors")
+    prefix = whole_prefix(before)
+    renamed = {
+        name.replace(prefix, "language_model.model.")
+        .replace("lm_head", "language_model.lm_head")
+        .replace("language_model.language_model", "language_model"): tensor
+        for name, tensor in before.items()
+    }
+    save_file(renamed, source / "model.safetensors", metadata={"format": "pt"})
+    model = low_bit(load_masters(source, torch.float32), "bf16", operators="transformers")
+    export_checkpoint(model, source, tmp_path / "export")
+    after: dict[str, torch.Tensor] = {}
+    for file in (tmp_path / "export").glob("*.safetensors"):
+        after |= load_file(file)
+    assert after.keys() == renamed.keys()
+    assert all(torch.equal(after[n].float(), renamed[n].to(after[n].dtype).float()) for n in after)
+
+
+def whole_prefix(tensors: dict[str, torch.Tensor]) -> str:
+    """Return what stands before "embed_tokens.weight" in a checkpoint's names."""
+    (name,) = [name for name in tensors if name.endswith("embed_tokens.weight")]
+    return name.removesuffix("embed_tokens.weight")
