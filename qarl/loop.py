@@ -109,7 +109,7 @@ def _run_steps(
 def _step(
     rollouts: Rollouts, position: Position, recorder: TokenRecorder, write: WriteMetrics
 ) -> StepMetrics:
-    """Do one step, move `position` forward by it, and write its metrics, even if publishing fails."""
+    """Do one step, move `position` forward, and write its metrics, also if a publish fails."""
     session = rollouts.session
     config = rollouts.config
     watch = rollouts.watch
