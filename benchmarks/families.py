@@ -469,6 +469,18 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3.5-vl": ("Qwen3_5Config", {"text_config": {**_HEADS, **_DELTA}, **_PICTURES}),
+    "qwen3.5-moe-vl": (
+        "Qwen3_5MoeConfig",
+        {
+            "text_config": {
+                **_HEADS,
+                **_MOE,
+                **_DELTA,
+                "shared_expert_intermediate_size": 128,
+            },
+            **_PICTURES,
+        },
+    ),
     "qwen3-vl": ("Qwen3VLConfig", {"text_config": {**_HEADS, **_POSITIONS}, **_PICTURES}),
     "qwen2.5-vl": (
         "Qwen2_5_VLConfig",

@@ -25,7 +25,6 @@ _TEXT_CLASSES = {
     "qwen2_vl_text": "Qwen2Config",
     "qwen2_5_vl_text": "Qwen2Config",
     "qwen3_vl_text": "Qwen3Config",
-    "qwen3_vl_moe_text": "Qwen3MoeConfig",
 }
 """Type of a language model that transformers has no class for text of → configuration of the same
 model. Rotary positions of three rows are equal in text, and then those of one row.

@@ -112,7 +112,7 @@ class KernelFactory(Protocol):
         """Return the product of a layer's routed experts.
 
         Args:
-            layer: checkpoint name of the experts' module, without an expert's number.
+            layer: the engine's name of the experts' module, without an expert's number.
             shape: numbers of experts and their sizes.
             weights: weights of the experts.
             biases: compute dtype [E, 2I] and [E, H] if `shape.biased`, else none.

@@ -51,6 +51,7 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         scheme: scheme of all experts.
         context: settings and state shared by all layers of the model.
         biases: biases of the two products, [E, 2I] and [E, H]. Default: none.
+        engine_name: vLLM's name of the experts. Default: `layer`.
     """
 
     def __init__(
@@ -62,10 +63,12 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         scheme: Scheme,
         context: LayerContext,
         biases: tuple[nn.Parameter, ...] = (),
+        engine_name: str = "",
     ):
         super().__init__(layer, scheme, context, gate_up, down)
         self.gate_up_proj = gate_up
         self.down_proj = down
+        self._engine_name = engine_name or layer
         self.biases = biases
         for key, bias in zip(("gate_up_proj_bias", "down_proj_bias"), biases, strict=False):
             self.register_parameter(key, bias)
@@ -108,7 +111,9 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         )
 
     def _prepare(self, low_bit: LowBitExperts) -> ExpertsMatmul:
-        return self.context.factory.experts(self.layer, self.shape, low_bit, self.low_bit_biases)
+        return self.context.factory.experts(
+            self._engine_name, self.shape, low_bit, self.low_bit_biases
+        )
 
     def _cast(self) -> ExpertsMatmul:
         dtype = self.context.forward_dtype

@@ -151,7 +151,8 @@ def _engine_layers(
     }
     stacks |= {name: LinearStack(name, [linears[head]]) for name in engine.heads}
     fuse_scales(stack.parts for stack in stacks.values())
-    experts = _make_experts(model, fused, family, plan, context)
+    engine_names = {layer: name for name, layer in engine.experts.items()}
+    experts = _make_experts(model, fused, family, plan, context, engine_names)
     in_fp32 = {
         name
         for name, _ in model.named_parameters()
@@ -255,8 +256,12 @@ def _make_experts(
     family: Family,
     plan: LayerPlan,
     context: LayerContext,
+    engine_names: Mapping[str, str] | None = None,
 ) -> dict[str, RoutedLowBitExperts]:
-    """Return low-bit layers over the parameters of fused experts, by checkpoint name."""
+    """Return low-bit layers over the parameters of fused experts, by checkpoint name.
+
+    engine_names: checkpoint name → vLLM's name. Default: they are the same.
+    """
     layers = {}
     config = model.config
     for name, module in fused.items():
@@ -268,7 +273,16 @@ def _make_experts(
         biases = tuple(map(module.get_parameter, names))
         # Plans make sure that all experts of a layer have one scheme.
         scheme = plan.schemes[f"{layer}.0.{family.experts.down}"]
-        layers[layer] = RoutedLowBitExperts(layer, gate_up, down, shape, scheme, context, biases)
+        layers[layer] = RoutedLowBitExperts(
+            layer,
+            gate_up,
+            down,
+            shape,
+            scheme,
+            context,
+            biases,
+            (engine_names or {}).get(layer, ""),
+        )
     return layers
 
 
