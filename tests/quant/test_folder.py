@@ -330,6 +330,8 @@ def test_a_smallest_step_that_vllm_does_not_know_is_refused_with_the_change(tmp_
         ({"mamba_n_heads": 8, "layer_types": ["mamba", "attention"]}, "float32", "Mamba-2 layers"),
         ({"mamba_num_heads": 8}, "bfloat16", "Mamba-2 layers"),
         ({"mamba_n_heads": 8, "layer_types": ["attention", "attention"]}, "bfloat16", ""),
+        ({"state_size": 64, "chunk_size": 256}, "bfloat16", "Mamba-2 layers"),
+        ({"state_size": 64}, "bfloat16", ""),
         ({"mamba_d_state": 16}, "bfloat16", ""),
         ({"conv_L_cache": 3}, "bfloat16", ""),
         ({"conv_L_cache": 3}, "float32", "short convolutions"),

@@ -74,11 +74,12 @@ _SMALLEST_STEPS = ("nemotron_h", "zamba2")
 _NO_STEP = 1e-30
 """Bound that no step is below. transformers takes its logarithm, so that it is not 0."""
 DELTA_NETS = "gated delta nets"
+_MAMBA_2 = "Mamba-2 layers"
 _PROMPT_ROUNDING = {
     "linear_num_key_heads": DELTA_NETS,
-    "mamba_n_heads": "Mamba-2 layers",
-    "mamba_num_heads": "Mamba-2 layers",
-    "n_mamba_heads": "Mamba-2 layers",
+    "mamba_n_heads": _MAMBA_2,
+    "mamba_num_heads": _MAMBA_2,
+    "n_mamba_heads": _MAMBA_2,
     "conv_L_cache": "short convolutions",
 }
 """Setting that only models with such layers have → the layers' name."""
@@ -405,6 +406,8 @@ def rounding_layers(config: Mapping[str, Any], dtype: str) -> str:
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and kinds and all(kind in _ATTENTION for kind in kinds):
         return ""
+    if config.get("state_size") and config.get("chunk_size"):
+        return _MAMBA_2  # of a model that has no other layers
     # `quant.graph.convolution` says when these round alike
     rounds_alike = dtype != "float32" and not config.get("conv_bias")
     settings = _PROMPT_ROUNDING.keys() - ({"conv_L_cache"} if rounds_alike else set())
