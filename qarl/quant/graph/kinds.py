@@ -11,10 +11,11 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear
 from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
+from vllm.model_executor.layers.minimax_rms_norm import MiniMaxText01RMSNormTP
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
@@ -37,6 +38,29 @@ def refuse_unknown(
             f" no gradient for: needed is {needed}; set learner.operators to 'transformers', or"
             " take another model"
         )
+
+
+def undivided(name: str, module: Any) -> str:
+    """Return why the learner cannot compute this module as the ranks of a tensor-parallel engine
+    do, in words with its name; "" if it can.
+    """
+    if isinstance(module, MoERunner) and (
+        module._shared_experts is not None
+        or module.routed_scaling_factor != 1.0
+        or module.routed_output_transform is not None
+    ):
+        reason = "has shared experts, or scales its sum, before its ranks are summed"
+    elif isinstance(module, MoERunner) and module.moe_config.has_bias:
+        reason = "has experts with biases, which each rank would add"
+    elif isinstance(module, AttentionLayerBase) and not isinstance(module, Attention):
+        reason = "is a layer with a state, which ranks divide"
+    elif isinstance(module, RowParallelLinear) and not module.reduce_results:
+        reason = "is a product that ranks sum together with another"
+    elif isinstance(module, MiniMaxText01RMSNormTP):
+        reason = "is a norm of which each rank has a part"
+    else:
+        return ""
+    return f"{name!r} {reason}"
 
 
 def is_delta_net(module: Any) -> bool:

@@ -8,8 +8,10 @@ from qarl.quant.runtime.libraries import has_vllm
 from qarl.quant.schemes import Scheme, is_integer
 
 
-def multiplied_activation(x: torch.Tensor, scheme: Scheme) -> LowBitActivation:
+def multiplied_activation(x: torch.Tensor, scheme: Scheme, ranks: int = 1) -> LowBitActivation:
     """Return the codes that the scheme's kernel multiplies for x, compute dtype [N, I].
+
+    ranks: number of ranks that each quantize as many columns. A token then has as many scales.
 
     On CUDA, int8 and fp8 with a scale per token use vLLM's operators. These divide, whereas the
     operators for CPUs multiply with a reciprocal, so a few codes differ. On other devices and for
@@ -19,7 +21,10 @@ def multiplied_activation(x: torch.Tensor, scheme: Scheme) -> LowBitActivation:
     """
     args = scheme.activations
     if args is None or args.strategy != QuantizationStrategy.TOKEN:
-        return quantize_activation(x, scheme)
+        return quantize_activation(x, scheme)  # groups lie within a rank
+    if ranks > 1:
+        parts = multiplied_activation(x.reshape(-1, x.shape[-1] // ranks), scheme)
+        return LowBitActivation(*(tensor.reshape(len(x), -1) for tensor in parts.tensors))
     if not x.is_cuda or not has_vllm():
         return quantize_activation(x, scheme)
     from vllm import _custom_ops as ops

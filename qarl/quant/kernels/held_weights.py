@@ -115,14 +115,16 @@ def weight_part(layer: str, kind: Kind, start: int, count: int, model: nn.Module
     """Return a part of a layer's weight, on the CPU.
 
     These are columns [O, count] from `start` of a product, rows [count, I] of an embedding, and the
-    whole of a vector.
+    whole of a vector; of what ranks divide, this rank's.
     """
     if kind == "vector":
         return model.get_parameter(layer).detach().cpu()
     module: Any = model.get_submodule(layer)
     if kind == "rows":
         return module.weight[start : start + count].detach().cpu()
-    columns = getattr(module, "input_size", None) or module.embedding_dim
+    # of a row-parallel layer a rank has some of the columns
+    sizes = ("input_size_per_partition", "input_size", "embedding_dim")
+    columns = next(getattr(module, size) for size in sizes if hasattr(module, size))
     rows = getattr(module, "org_vocab_size", None) or module.output_size
     device = next(model.parameters()).device
     identity = torch.zeros((count, columns), dtype=_compute_dtype(model), device=device)

@@ -46,6 +46,7 @@ class LayerContext:
         compute_dtype: torch.dtype | None = None,
         kv_cache: str | None = None,
         device: torch.device | None = None,
+        ranks: int = 1,
     ):
         if aligned and compute_dtype not in (None, dtype):
             raise SchemeError(
@@ -70,6 +71,10 @@ class LayerContext:
         self.device = device
         """Device on which codes are made and multiplied. None: the masters' device
         (`quant.checkpoint.load.matrices_on_host`).
+        """
+        self.ranks = ranks
+        """Number of ranks of the engine (`rollout.tensor_parallel_size`), whose products forwards
+        over codes sum as the engine does (`quant.kernels.ranks`).
         """
         self.gradients = Gradients()
         """Settings and state of the backward's gradients of masters."""
@@ -103,6 +108,10 @@ class LayerContext:
     def drop_products(self) -> None:
         """Make layers prepare their kernels again at every use."""
         self.keeps_products = False
+
+    def divide_among(self, ranks: int) -> None:
+        """Multiply as `ranks` ranks of the engine do; products prepared before do not."""
+        self.ranks = ranks
 
     def multiply_with(self, engine: KernelFactory | None) -> None:
         """Multiply with the running engine's own layers, or with `kernel`'s again (None)."""
@@ -162,6 +171,12 @@ class LayerContext:
             unit = math.hypot(unit, math.sqrt(3) * error)
         factor = 1.0 + (2.0 * drawn.to(product.device) - 1.0) * unit
         return (product.float() * factor).to(product.dtype)
+
+    def one_rank(self) -> AbstractContextManager[None]:
+        """Return a context within which layers use kernels of their own, as an engine of one rank
+        multiplies.
+        """
+        return replaced(self, ranks=1, engine=None, keeps_products=False)
 
     def own_products(self) -> AbstractContextManager[None]:
         """Return a context within which layers use kernels of their own, not the engine's.

@@ -24,6 +24,7 @@ from qarl.quant.kernels.activations import multiplied_activation
 from qarl.quant.kernels.base import ExpertsMatmul
 from qarl.quant.kernels.experts_loop import ExpertsLoop
 from qarl.quant.kernels.gates import gate_of
+from qarl.quant.kernels.ranks import experts_of_ranks
 from qarl.quant.kernels.reference import PlainMatmul
 from qarl.quant.layers import grouped_backward
 from qarl.quant.layers.context import Forward, LayerContext
@@ -31,7 +32,7 @@ from qarl.quant.layers.lora import Adapter
 from qarl.quant.layers.low_bit_layer import LowBitLayer, multiplied_input
 from qarl.quant.layers.straight_through import add_weight_gradient, input_values
 from qarl.quant.materialize import LowBitWeight
-from qarl.quant.materialize.activations import LowBitActivation, quantize_activation
+from qarl.quant.materialize.activations import LowBitActivation
 from qarl.quant.materialize.experts import LowBitExperts, materialize_experts
 from qarl.quant.runtime.shards import shard_of, whole_value
 from qarl.quant.schemes import Scheme
@@ -111,8 +112,13 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         )
 
     def _prepare(self, low_bit: LowBitExperts) -> ExpertsMatmul:
-        return self.context.factory.experts(
-            self._engine_name, self.shape, low_bit, self.low_bit_biases
+        return experts_of_ranks(
+            self.context.factory,
+            self.context.ranks,
+            self._engine_name,
+            self.shape,
+            low_bit,
+            self.low_bit_biases,
         )
 
     def _cast(self) -> ExpertsMatmul:
@@ -364,7 +370,8 @@ def _grouped(
     def as_multiplied(values: Tensor) -> Tensor:
         if not experts.quantizes_activations:
             return values
-        return multiplied_activation(values, experts.scheme).dequantized(dy.dtype)
+        ranks = experts.context.ranks
+        return multiplied_activation(values, experts.scheme, ranks).dequantized(dy.dtype)
 
     x = input_values(multiplied, dy.dtype)
     unscale = 1.0 / experts.context.gradients.scale
@@ -447,7 +454,8 @@ def _expert_backward(
         activated = experts.gated(merged)
     used = activated.detach().to(experts.context.forward_dtype)
     if experts.quantizes_activations:
-        used = quantize_activation(used, experts.scheme).dequantized(torch.float32)
+        ranks = experts.context.ranks
+        used = multiplied_activation(used, experts.scheme, ranks).dequantized(torch.float32)
     used = used.to(torch.float32)
     dweights = (dy * (used @ down.t() + second_bias)).sum(-1)
     scaled = dy * weights[:, None]

@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from qarl.quant.kernels.base import LowBitMatmul
+from qarl.quant.kernels.ranks import row_parallel
 from qarl.quant.kernels.reference import PlainMatmul
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.low_bit_layer import LowBitLayer, multiplied_input
@@ -83,7 +84,8 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
         return materialize(weight, self.scheme, dtype, self.layer, fused, out, scale, shard)
 
     def _prepare(self, low_bit: LowBitWeight) -> LowBitMatmul:
-        return self.context.factory.linear(self.layer, [low_bit], [self.low_bit_bias])
+        biases = [self.low_bit_bias]
+        return row_parallel(self.context.factory, self.ranks, self.layer, [low_bit], biases)
 
     def _cast(self) -> LowBitMatmul:
         dtype = self.context.forward_dtype

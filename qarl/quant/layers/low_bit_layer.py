@@ -52,8 +52,19 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         """Index of a master → fp32 offset added to it before rounding (an unaligned learner's
         `start_from_codes`).
         """
+        self._row_parallel = False
         self._kernel: Kernel | None = None
         self._plain: Kernel | None = None
+
+    def divide_columns(self) -> None:
+        """Divide the input columns among the engine's ranks (`LayerContext.ranks`)."""
+        self._row_parallel = True
+        self._kernel = None
+
+    @property
+    def ranks(self) -> int:
+        """Number of the engine's ranks among which the input columns are divided; 1 if none."""
+        return self.context.ranks if self._row_parallel else 1
 
     def adapt(self, place: int, adapter: Adapter) -> None:
         """Train the factors of this adapter instead of the master with index `place`."""
@@ -201,7 +212,9 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         If the product multiplies quantized inputs, these are their codes and scales, 4 to 9 bits a
         value; otherwise the input itself.
         """
-        return multiplied_activation(x, self.scheme).tensors if self.quantizes_activations else (x,)
+        if not self.quantizes_activations:
+            return (x,)
+        return multiplied_activation(x, self.scheme, self.ranks).tensors
 
 
 def multiplied_input(

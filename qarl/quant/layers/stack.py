@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from qarl.quant.kernels.base import LowBitMatmul
+from qarl.quant.kernels.ranks import row_parallel
 from qarl.quant.kernels.reference import SideBySide
 from qarl.quant.layers.linear import LowBitLinear, multiply
 
@@ -49,7 +50,9 @@ class LinearStack:
         weights = [part.to_prepare for part in self.parts]
         with torch.no_grad():
             biases = [part.low_bit_bias for part in self.parts]
-            kernel = context.factory.linear(self.name, weights, biases, self._like)
+            kernel = row_parallel(
+                context.factory, self.parts[0].ranks, self.name, weights, biases, self._like
+            )
         if context.keeps_products:
             self._kernel = kernel
             self._versions = versions

@@ -27,9 +27,11 @@ class LowBitActivation:
     codes: torch.Tensor
     """Codes: int8 or float8_e4m3fn [N, I], or e2m1 codes, two per byte, uint8 [N, I/2]."""
     scale: torch.Tensor
-    """Scales [N, Q], Q = 1 per token; float8_e4m3fn for e2m1 codes, else fp32."""
+    """Scales [N, Q], Q = 1 per token, or the number of ranks that quantize parts of a token;
+    float8_e4m3fn for e2m1 codes, else fp32.
+    """
     zero_point: torch.Tensor | None = None
-    """Code of zero, fp32 [N, 1]; None for symmetric codes."""
+    """Code of zero, fp32 [N, Q]; None for symmetric codes."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -52,7 +54,10 @@ class LowBitActivation:
         if self.codes.dtype == torch.uint8:
             return fp4.decode(self.codes)
         values = self.codes.to(torch.float32)
-        return values if self.zero_point is None else values - self.zero_point
+        if self.zero_point is None:
+            return values
+        grouped = values.view(*self.zero_point.shape, -1)
+        return (grouped - self.zero_point.unsqueeze(-1)).view(values.shape)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
         """Return value · scale, computed in fp32 and rounded once to `dtype`, [N, I]."""

@@ -23,14 +23,27 @@ class LowBitExpert:
     down: LowBitWeight
     """Down projection, [H, I]."""
 
+    @property
+    def gate(self) -> LowBitWeight:
+        """Gate projection, [I, H], a view."""
+        return self.gate_up.rows(0, self.gate_up.shape[0] // 2)
+
+    @property
+    def up(self) -> LowBitWeight:
+        """Up projection, [I, H], a view."""
+        rows = self.gate_up.shape[0] // 2
+        return self.gate_up.rows(rows, 2 * rows)
+
+    def of_rank(self, rank: int, ranks: int) -> "LowBitExpert":
+        """Return what one of `ranks` ranks has: its rows of gate and up, its columns of down."""
+        rows = self.gate.shape[0] // ranks
+        start = rank * rows
+        gate, up = (part.rows(start, start + rows) for part in (self.gate, self.up))
+        return LowBitExpert(gate.stacked_on(up), self.down.columns(rank, ranks))
+
     def tensors(self, layout: ExpertLayout) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield ("gate_proj.weight_packed", tensor) and so on: views of what the forward uses."""
-        rows = self.gate_up.shape[0] // 2
-        parts = (
-            self.gate_up.rows(0, rows),
-            self.gate_up.rows(rows, 2 * rows),
-            self.down,
-        )
+        parts = (self.gate, self.up, self.down)
         for projection, part in zip(layout.projections, parts, strict=True):
             for suffix, tensor in part.tensors():
                 yield f"{projection}.{suffix}", tensor
@@ -52,6 +65,10 @@ class LowBitExperts:
     def device(self) -> torch.device:
         """Device of the codes."""
         return self.experts[0].down.codes.device
+
+    def of_rank(self, rank: int, ranks: int) -> "LowBitExperts":
+        """Return what one of `ranks` ranks has of every expert."""
+        return LowBitExperts(tuple(expert.of_rank(rank, ranks) for expert in self.experts))
 
     def without_codes(self) -> "LowBitExperts":
         """Return a copy without codes; see `LowBitWeight.without_codes`."""

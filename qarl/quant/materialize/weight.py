@@ -80,6 +80,31 @@ class LowBitWeight:
             scale = scale[start // height : stop // height]
         return replace(self, codes=self.codes[start:stop], scale=scale, shape=shape)
 
+    def stacked_on(self, other: "LowBitWeight") -> "LowBitWeight":
+        """Return a copy of this weight's rows, followed by those of another of the same scheme."""
+        scale = self.scale
+        if scale is not None and other.scale is not None:
+            scale = torch.cat((scale, other.scale))
+        shape = (self.shape[0] + other.shape[0], self.shape[1])
+        return replace(self, codes=torch.cat((self.codes, other.codes)), scale=scale, shape=shape)
+
+    def columns(self, part: int, parts: int) -> "LowBitWeight":
+        """Return the weight of one of `parts` equal parts of the input columns.
+
+        These are views of the same storage. A part must divide into groups, blocks, and the codes
+        of an int32 (`configs.schemes.SchemeSpec.misfit`); a scale per row is every part's.
+        """
+
+        def own(tensor: torch.Tensor) -> torch.Tensor:
+            width = tensor.shape[1] // parts
+            return tensor[:, part * width : (part + 1) * width]
+
+        scale = self.scale
+        if scale is not None and scale.shape[1] > 1:
+            scale = own(scale)
+        shape = (self.shape[0], self.shape[1] // parts)
+        return replace(self, codes=own(self.codes), scale=scale, shape=shape)
+
     def without_codes(self) -> "LowBitWeight":
         """Return a copy with the same scales whose codes are on the meta device, without values."""
         return replace(self, codes=torch.empty_like(self.codes, device="meta"))

@@ -12,7 +12,12 @@ import torch
 from transformers import PreTrainedModel
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from vllm.model_executor.layers.vocab_parallel_embedding import (
     ParallelLMHead,
     VocabParallelEmbedding,
@@ -22,12 +27,12 @@ from qarl.configs.errors import GraphError
 from qarl.quant.checkpoint.families import fused_experts, is_gpt_oss, names_of
 from qarl.quant.checkpoint.whole import whole_of
 from qarl.quant.graph.graph import Graph, Masters
-from qarl.quant.graph.kinds import is_convolution, keeps_state, refuse_unknown
+from qarl.quant.graph.kinds import is_convolution, keeps_state, refuse_unknown, undivided
 from qarl.quant.graph.loading import trace_loading
 from qarl.quant.graph.router_log import RouterLog
 from qarl.quant.graph.skeleton import build_skeleton
 from qarl.quant.layers.context import LayerContext
-from qarl.quant.model.layers import EngineModel, Layers
+from qarl.quant.model.layers import Divided, EngineModel, Layers
 
 
 def engine_model(
@@ -52,11 +57,15 @@ def engine_model(
     experts = {}
     read = {}
     in_fp32 = set()
+    divided: dict[str, Divided] = {}
+    biased = set()
+    not_by_ranks = ""
     heads = []
     embeddings = []
     modules = dict(skeleton.module.named_modules())
     for name, module in modules.items():
         refuse_unknown(name, module, sources)
+        not_by_ranks = not_by_ranks or undivided(name, module)
         multiplies = isinstance(module, LinearBase) and not is_convolution(module)
         if keeps_state(module):
             in_fp32 |= {
@@ -68,6 +77,14 @@ def engine_model(
         elif multiplies:
             if module.params_dtype != dtype or isinstance(module, GateLinear):
                 unusual[name] = module
+            if module.bias is not None:
+                biased.add(name)
+            if not module.disable_tp and isinstance(module, RowParallelLinear):
+                divided[name] = "columns"
+            elif not module.disable_tp and isinstance(module, QKVParallelLinear):
+                divided[name] = "heads"
+            elif not module.disable_tp and isinstance(module, ColumnParallelLinear):
+                divided[name] = "rows"
             stacked[name] = tuple(
                 source.removesuffix(".weight") for source in sources.get((name, "weight"), ())
             )
@@ -95,6 +112,9 @@ def engine_model(
         steering=tuple(source for key in bias_keys for source in sources.get(key, ())),
         unusual=unusual,
         stacked=stacked,
+        divided=divided,
+        biased=biased,
+        not_by_ranks=not_by_ranks,
         experts=experts,
         read=read,
         in_fp32=in_fp32,

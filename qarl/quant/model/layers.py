@@ -2,13 +2,18 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from qarl.quant.checkpoint.families import Family
 from qarl.quant.layers.compute_copy import MasterCopy
 from qarl.quant.layers.experts import RoutedLowBitExperts
 from qarl.quant.layers.linear import LowBitLinear
 from qarl.quant.layers.stack import LinearStack
+
+Divided = Literal["rows", "heads", "columns"]
+"""Output rows (a column-parallel layer, by vLLM's name); the same of q, k and v, where keys and
+values of fewer heads than ranks are repeated; or input columns (a row-parallel layer).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +26,16 @@ class EngineModel:
     """vLLM's name → module, for linear layers with a dtype or a forward of their own."""
     stacked: Mapping[str, tuple[str, ...]]
     """vLLM's name of each linear layer → checkpoint names of the layers that are loaded into it."""
+    divided: Mapping[str, Divided]
+    """vLLM's name → what a tensor-parallel engine divides of a linear layer's weight among its
+    ranks; layers that it does not divide are left out.
+    """
+    biased: Collection[str]
+    """vLLM's names of linear layers with a bias."""
+    not_by_ranks: str
+    """Why the learner cannot compute this model as several ranks do, with the layer's name; "" if
+    it can.
+    """
     experts: Mapping[str, str]
     """vLLM's name of each experts' runner → the checkpoint's name of the experts."""
     read: Mapping[tuple[str, str], str]

@@ -31,6 +31,7 @@ from qarl.quant.layers.linear import LowBitLinear
 from qarl.quant.materialize import materializer
 from qarl.quant.materialize.code_changes import FlipCount
 from qarl.quant.materialize.scales import checked_together
+from qarl.quant.model.ranks import require_ranks
 from qarl.quant.model.row_check import RowCheck, check_rows
 from qarl.quant.model.stream import checkpoint_tensors, layer_reports
 from qarl.quant.model.surgery import replace_layers
@@ -109,6 +110,7 @@ class LowBitModel(nn.Module):
         self.router_log = RouterLog()
         """Logits of the routers."""
         self._graphs: dict[torch.dtype, Graph] = {}
+        self.divide_among(context.ranks)
         if self.operators == "transformers":
             self.router_log.watch(model.get_submodule(name) for name in self._layers.routers)
         self.refresh()
@@ -194,6 +196,24 @@ class LowBitModel(nn.Module):
             except KernelError:
                 self.multiply_with(None)
                 raise
+
+    def divide_among(self, ranks: int) -> None:
+        """Multiply and sum as the ranks of a tensor-parallel engine do; 1 for an undivided one.
+
+        Raises `GraphError` if this model has not the engine's operators, and what `require_ranks`
+        raises.
+        """
+        engine = self._layers.engine
+        if ranks > 1 and engine is None:
+            raise GraphError(
+                f"rollout.tensor_parallel_size {ranks} needs vLLM's own model as the learner's,"
+                " which sums the ranks' products, and this one computes with transformers'"
+                f" operators ({self.why_not_engine or 'learner.operators'}); omit one of them"
+            )
+        if ranks > 1 and engine is not None:
+            require_ranks(ranks, engine, self.config.get_text_config(), self.plan, self.shapes)
+        self.context.divide_among(ranks)
+        self.release_products()
 
     def multiplied(self, layer: str, *inputs: Tensor) -> Tensor:
         """Return the output of one layer, by the product that this model's forward uses.

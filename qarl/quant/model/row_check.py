@@ -175,7 +175,12 @@ def _ask_product(
         height = codes.scheme.block[0] if codes.scheme.block else 16
         block = codes.rows(0, min(height, codes.shape[0]))
         few_rows = block.dequantized(torch.float32)[:16]
-        x = cancelling_inputs(few_rows, context.forward_dtype).to(few_rows.device)
+        # each rank's product has to cancel, because it is rounded before the sum
+        inputs = [
+            cancelling_inputs(columns, context.forward_dtype)
+            for columns in few_rows.chunk(part.ranks, dim=1)
+        ]
+        x = torch.cat(inputs, dim=1).to(few_rows.device)
         return find_dependence(multiplying.product, x, slice(len(few_rows)))
 
     return ask

@@ -149,6 +149,9 @@ def _engine_layers(
         name: LinearStack(name, [linears[layer] for layer in layers], engine.unusual.get(name))
         for name, layers in engine.stacked.items()
     }
+    for name, divided in engine.divided.items():
+        for layer in engine.stacked[name] if divided == "columns" else ():
+            linears[layer].divide_columns()
     stacks |= {name: LinearStack(name, [linears[head]]) for name in engine.heads}
     fuse_scales(stack.parts for stack in stacks.values())
     engine_names = {layer: name for name, layer in engine.experts.items()}

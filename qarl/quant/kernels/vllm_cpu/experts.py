@@ -135,7 +135,9 @@ class PerExpertMethod(FusedMoEMethodBase):
                 shape = (2 * len(shards),) if name == "weight_shape" else like.shape
                 stacked = torch.empty(num_experts, *shape, dtype=like.dtype)
                 parameter = nn.Parameter(stacked, requires_grad=False)
-                parameter.weight_loader = _loader(shards)  # type: ignore[attr-defined]
+                moe = layer.moe_config
+                loader = _loader(shards, moe.tp_rank, moe.tp_size)
+                parameter.weight_loader = loader  # type: ignore[attr-defined]
                 layer.register_parameter(f"{prefix}_{name}", parameter)
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -209,8 +211,12 @@ class PerExpertMethod(FusedMoEMethodBase):
         return linear
 
 
-def _loader(shards: tuple[str, ...]) -> Callable[..., bool]:
-    """Return vLLM's loader of a stacked parameter, in which a shard fills its part of the rows."""
+def _loader(shards: tuple[str, ...], rank: int, ranks: int) -> Callable[..., bool]:
+    """Return vLLM's loader of a stacked parameter, in which a shard fills its part of the rows.
+
+    rank: number of this process among the `ranks` tensor-parallel ones. It takes its own rows or
+    columns of a shard.
+    """
 
     def load(
         param: nn.Parameter,
@@ -221,7 +227,10 @@ def _loader(shards: tuple[str, ...]) -> Callable[..., bool]:
         return_success: bool = False,
     ) -> bool:
         target = param.data[expert_id].chunk(len(shards))[shards.index(shard_id)]
-        target.copy_(loaded_weight.view(target.shape))
+        for dim, size in enumerate(target.shape[: loaded_weight.ndim]):
+            if ranks > 1 and loaded_weight.shape[dim] == ranks * size:
+                loaded_weight = loaded_weight.narrow(dim, rank * size, size)
+        target.copy_(loaded_weight.reshape(target.shape))
         return True
 
     return load
