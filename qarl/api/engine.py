@@ -234,6 +234,12 @@ def engine(
     learner = {"micro_batch_tokens": max_prompt_tokens + max_new_tokens}
     checked = config_from_tree({"rollout": rollout, "learner": learner}).rollout
     check_context(policy.folder, checked.longest)
+    if checked.tensor_parallel_size > 1 and not urls:
+        raise ConfigError(
+            f"tensor_parallel_size {checked.tensor_parallel_size} without urls: an engine in this"
+            " process has one rank; give the URLs of servers that have as many"
+        )
+    policy.low_bit.divide_among(checked.tensor_parallel_size)
     return Engine(
         policy,
         policy.settings.model_copy(update={"rollout": checked}),

@@ -38,8 +38,8 @@ def add_serve_rollouts(commands: Any) -> None:
         ),
         epilog=(
             "Options after -- are passed to vLLM and override others, except that address and key"
-            " are not allowed there: qarl serve-rollouts --replicas 4 --devices 2 --"
-            " --tensor-parallel-size 2"
+            " are not allowed there: qarl serve-rollouts --replicas 4 -- --max-num-batched-tokens"
+            " 16384. Ranks are the configuration's: --devices 2 --rollout.tensor_parallel_size 2"
         ),
     )
     serve.add_argument(
@@ -71,13 +71,18 @@ def add_serve_rollouts(commands: Any) -> None:
 def _serve_rollouts(known: argparse.Namespace, console: Console) -> int:
     config = chosen_config(known.config, known.overrides)
     key = server_key(known.key_file or config.rollout.server_key_file)
-    for word in (word for word in known.to_vllm if word[:2] == "--"):
+    for word in (word for word in known.to_vllm if word[:1] == "-"):
         # vLLM accepts abbreviations, too
         option = word.partition("=")[0].replace("_", "-")
         if any(ours.startswith(option) for ours in ("--host", "--port", "--api-key")):
             raise ServeError(
                 f"{word} behind -- would bypass the key; give --host, --port and --key-file"
                 " before it"
+            )
+        if option == "-tp" or (len(option) > 3 and "--tensor-parallel-size".startswith(option)):
+            raise ServeError(
+                f"{word} behind -- would be unknown to the runs' learner, which sums as the ranks"
+                " do; give --rollout.tensor_parallel_size before it, and to the runs"
             )
     require_key(known.host, key)
     ports = range(known.port, known.port + known.replicas)
@@ -89,7 +94,7 @@ def _serve_rollouts(known: argparse.Namespace, console: Console) -> int:
         phases_shown_on(console),
     ):
         checkpoint = Path(folder) / "checkpoint"
-        _write_checkpoint(config, checkpoint)
+        _write_checkpoint(config, checkpoint, known.replicas, known.devices)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         say(
             console,
@@ -135,15 +140,18 @@ def require_key(host: str, key: str | None) -> None:
         )
 
 
-def _write_checkpoint(config: RunConfig, folder: Path) -> None:
+def _write_checkpoint(config: RunConfig, folder: Path, replicas: int, devices: int) -> None:
     """Write the checkpoint that the servers start on: the configuration's policy, as its run would
     export it.
+
+    Raises `ConfigError` if `replicas` servers of `devices` GPUs each cannot have the ranks.
     """
     with phase("importing torch and transformers"):
         from qarl.preflight.prompts import check_prompts
-        from qarl.preflight.support import require_schemes
+        from qarl.preflight.support import require_room_for_ranks, require_schemes
         from qarl.run.policy import open_policy
         from qarl.sync.export import export_checkpoint
+    require_room_for_ranks(config, replicas, devices)
     with phase("writing the policy's checkpoint"):
         architecture = require_schemes(config)
         ready = check_prompts(config, load_task(config.task), architecture)

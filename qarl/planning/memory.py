@@ -157,7 +157,9 @@ class _Count:
         yield Part("reference", self.reference(), "of the KL penalty")
         yield Part("sent gradients", self.buffers(), "a layer's, not yet divided")
 
-        yield Part("engine", self.engine(), "its weights, CUDA graphs")
+        ranks = self.config.rollout.tensor_parallel_size
+        divided = f" in {ranks} ranks" if ranks > 1 else ""
+        yield Part("engine", self.engine(), f"its weights{divided}, CUDA graphs")
         kernels = "of experts' kernels, the engine's and the learner's"
         yield Part("workspaces", self.workspaces(), kernels)
         cached_tokens = self.cache() // self.shapes.key_value_bytes(cache_itemsize(self.config))
@@ -423,8 +425,10 @@ class _Count:
         return int(LIBRARIES[self.device] + (_NCCL if several else 0))
 
     def cache(self) -> int:
-        """KV caches of all engines."""
-        return self.engines * (self.config.rollout.kv_cache_gib or 1) * GIB
+        """KV caches of all engines, one for each rank."""
+        rollout = self.config.rollout
+        ranks = self.engines * rollout.tensor_parallel_size
+        return ranks * (rollout.kv_cache_gib or 1) * GIB
 
     @property
     def largest_matrix(self) -> int:

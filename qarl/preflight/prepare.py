@@ -9,7 +9,7 @@ from qarl.learner.processes import Processes
 from qarl.preflight.disk import check_disk
 from qarl.preflight.files import check_processes
 from qarl.preflight.prompts import check_prompts
-from qarl.preflight.support import require_schemes
+from qarl.preflight.support import require_schemes, require_servers_of_ranks
 from qarl.quant.checkpoint.folder import describe_towers
 from qarl.quant.runtime.libraries import untested_libraries
 from qarl.report.startup import phase, say
@@ -54,6 +54,7 @@ def checked(
     if config.learner.compile is True:
         require_compiler("cuda" if torch.cuda.is_available() else "cpu")
     find_objective(config.learner.objective)
+    require_servers_of_ranks(config)
     with phase("checking kernels"):
         architecture = require_schemes(config)
     with phase("checking tokenizer and prompts"):

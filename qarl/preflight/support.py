@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 from operator import itemgetter
 from typing import Any
 
@@ -19,12 +20,15 @@ from qarl.quant.kernels.cpu_attention import require_head_size
 from qarl.quant.kernels.supported import require_cache, require_support
 from qarl.quant.model.add_lora import adapted_weights
 from qarl.quant.model.kept_scales import check_scale_rule
+from qarl.quant.model.ranks import require_ranks
 from qarl.quant.runtime.answers import keep_answer, read_answer
 from qarl.quant.runtime.batch_invariance import batch_invariant
 from qarl.quant.runtime.libraries import has_vllm, refuse_namesake, refuse_split_keys
 from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.run.policy import Architecture, enable_batch_invariance, open_architecture
 
+_CPU_RANKS = (2, 3, 4, 8)
+"""Numbers of ranks for which vLLM 0.32 has sums in shared memory."""
 _DELTA_HEADS = (64, 128)
 """Columns of a key and a value for which vLLM 0.32 has gated delta nets on CPUs."""
 
@@ -71,6 +75,8 @@ def require_layers(config: RunConfig, model: PreTrainedModel, layers: LayerPlan)
         quantization = layers.quantization_config(config.quantization.kv_cache)
         if quantization is not None and on_cpu:
             require_engine_model(model, COMPUTE_DTYPES[config.dtype], quantization)
+    if config.rollout.tensor_parallel_size > 1 and has_vllm():
+        require_divisible(config, model, layers)
     check_scale_rule(config.quantization.scale, layers)
     if isinstance(config.learner.lora, LoraConfig):
         adapted_weights(weight_shapes(model), model.config.model_type, config.learner.lora)
@@ -110,6 +116,61 @@ def require_engine_model(
     device = torch.device("cpu")
     build_skeleton(model.config, type(model).__name__, quantization, dtype, device)
     keep_answer("engine model", question, True)
+
+
+def require_divisible(config: RunConfig, model: PreTrainedModel, layers: LayerPlan) -> None:
+    """Raise `ConfigError` if the servers' ranks cannot divide the model, with the sizes that can.
+
+    model: the model, which may be on the meta device. layers: the scheme of each of its layers.
+    """
+    from qarl.quant.model.engine_model import checkpoint_tensors, engine_model
+
+    shapes = weight_shapes(model)
+    engine = engine_model(model, checkpoint_tensors(model, shapes), COMPUTE_DTYPES[config.dtype])
+    ranks = config.rollout.tensor_parallel_size
+    require_ranks(ranks, engine, model.config.get_text_config(), layers, shapes)
+
+
+def require_servers_of_ranks(config: RunConfig) -> None:
+    """Raise `ConfigError` if a run's engine cannot have the ranks that its configuration says."""
+    ranks = config.rollout.tensor_parallel_size
+    if ranks > 1 and config.engine_here:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size {ranks} without rollout.servers: an engine in the run's"
+            " process has one rank; give rollout.servers, a number to start or their URLs"
+        )
+    servers = config.rollout.servers
+    if isinstance(servers, int) and not torch.cuda.is_available():
+        require_room_for_ranks(config, servers)
+
+
+def require_room_for_ranks(config: RunConfig, servers: int, devices: int = 1) -> None:
+    """Raise `ConfigError` if this machine cannot start servers of so many ranks.
+
+    servers: number of servers to start here. devices: GPUs of each.
+    """
+    ranks = config.rollout.tensor_parallel_size
+    option = f"rollout.tensor_parallel_size {ranks}"
+    if ranks == 1:
+        return
+    if torch.cuda.is_available():
+        if devices < ranks:
+            raise ConfigError(
+                f"{option} with {devices} GPUs a server: each rank has one; give --devices {ranks}"
+            )
+        return
+    if ranks not in _CPU_RANKS:
+        sizes = ", ".join(map(str, _CPU_RANKS))
+        raise ConfigError(
+            f"{option}: on CPUs vLLM's ranks sum in shared memory, for {sizes} of them; choose one"
+            " of these, or omit it"
+        )
+    cores = len(os.sched_getaffinity(0))
+    if ranks * servers > cores:
+        raise ConfigError(
+            f"{option}, for {servers} servers on {cores} cores: each rank needs a core of its own;"
+            " lower either, or start the servers on other machines (`qarl serve-rollouts`)"
+        )
 
 
 def require_states(config: RunConfig, model: PreTrainedConfig) -> None:

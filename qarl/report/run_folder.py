@@ -40,6 +40,7 @@ FIXED_FIELDS = (
     "rollout.stop",
     "rollout.loop_limit",
     "rollout.dynamic_sampling",
+    "rollout.tensor_parallel_size",
     "rollout.max_staleness",
     "learner.aligned",
     "learner.compile",

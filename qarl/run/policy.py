@@ -176,7 +176,8 @@ def wrap_masters(
     dtype = COMPUTE_DTYPES[config.dtype]
     compute = MASTER_DTYPES[learner.compute_dtype] if learner.compute_dtype else None
     kv_cache = config.quantization.kv_cache
-    context = LayerContext(dtype, learner.kernel, learner.aligned, compute, kv_cache, device)
+    ranks = config.rollout.tensor_parallel_size
+    context = LayerContext(dtype, learner.kernel, learner.aligned, compute, kv_cache, device, ranks)
     model = LowBitModel(masters, layers, context, learner.operators)
     if config.quantization.scale == "kept":
         keep_scales(model)
@@ -233,7 +234,8 @@ def trained_part(policy: TrainingPolicy, config: RunConfig) -> list[str]:
     """Return lines for the startup output on what is trained, and how it differs from the default.
 
     They say what LoRA trains and leaves frozen, why an aligned learner's log-probs do not equal the
-    engine's to the last bit, the learner's own compute dtype, and which processes share the work.
+    engine's to the last bit, the learner's own compute dtype, the engine's ranks, and which
+    processes share the work.
     There is no line if one process trains every master in the engine's model and dtype.
     """
     lora = config.learner.lora
@@ -249,6 +251,9 @@ def trained_part(policy: TrainingPolicy, config: RunConfig) -> list[str]:
         )
     if policy.model.context.kv_cache and config.learner.aligned:
         lines.append(f"learner and engine read keys and values in {policy.model.context.kv_cache}")
+    ranks = config.rollout.tensor_parallel_size
+    if ranks > 1:
+        lines.append(f"products are rounded and summed as the servers' {ranks} ranks do")
     if policy.processes.world > 1:
         lines.append(f"processes: {policy.processes.world}")
     if config.learner.deepspeed is not None:

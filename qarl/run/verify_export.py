@@ -18,7 +18,7 @@ from qarl.run.policy import TrainingPolicy
 from qarl.run.served import Served, note_served, policy_defaults
 from qarl.run.session import Position, Session, canary_sequences
 from qarl.sync.export import ExportError, export_checkpoint
-from qarl.sync.floor import OTHER_KERNELS_TOLERANCE, FixedSequences
+from qarl.sync.floor import OTHER_KERNELS_TOLERANCE, SAME_KERNELS_TOLERANCE, FixedSequences
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,8 @@ def export_sampled(
         return None
     write_export(policy, config, folder, steps, folder.export)
     sequences = canary_sequences(policy, config)
+    if config.rollout.tensor_parallel_size > 1:
+        return _of_one_rank(policy, config, sequences)
     bound = None
     if policy.model.device.type != "cpu" and not config.bitwise:
         # Products on GPUs may add up in another order from one call to the next.
@@ -81,6 +83,25 @@ def export_sampled(
     sampled = ExportReference(sequences, session.engine.logprobs(sequences), bound)
     policy.processes.wait()  # from here on the first process is alone
     return sampled
+
+
+def _of_one_rank(
+    policy: TrainingPolicy, config: RunConfig, sequences: list[list[int]]
+) -> ExportReference:
+    """Return the learner's log-probs as an engine of one rank has them.
+
+    The fresh engine is such a one. That the learner's are the sampler's, with its ranks, is what
+    the canary proves.
+    """
+    fixed = FixedSequences(policy.model, sequences)
+    with policy.model.context.one_rank():
+        scored = zip(fixed.logprobs(), fixed.response_mask, strict=True)
+        logprobs = [row[mask].tolist() for row, mask in scored]
+        on_cpu = policy.model.device.type == "cpu"
+        times = SAME_KERNELS_TOLERANCE if on_cpu else OTHER_KERNELS_TOLERANCE
+        bound = config.sync.canary_bound or times * fixed.floor().mean_abs
+    policy.processes.wait()
+    return ExportReference(sequences, logprobs, bound)
 
 
 def write_export(

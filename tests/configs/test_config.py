@@ -493,6 +493,7 @@ CHANGED = {
     "rollout.stop": ["rollout.stop", "['###']", {}],
     "rollout.loop_limit": ["rollout.loop_limit", "32", {}],
     "rollout.dynamic_sampling": ["rollout.dynamic_sampling", "2", {}],
+    "rollout.tensor_parallel_size": ["rollout.tensor_parallel_size", "2", {}],
     "rollout.max_staleness": ["rollout.max_staleness", "1", {"rollout.servers": "1"}],
     "learner.aligned": ["learner.aligned", "false", {}],
     "learner.compute_dtype": ["learner.compute_dtype", "float32", {"learner.aligned": "false"}],

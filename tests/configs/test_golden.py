@@ -80,6 +80,7 @@ RANGES = {
     "RolloutConfig.max_num_seqs": ">= 1, <= 1000000",
     "RolloutConfig.kv_cache_gib": ">= 1",
     "RolloutConfig.dynamic_sampling": ">= 0",
+    "RolloutConfig.tensor_parallel_size": ">= 1, <= 64",
     "RolloutConfig.server_key_file": "length >= 1",
     "RolloutConfig.server_folder": "length >= 1",
     "RolloutConfig.server_seconds": "> 0",

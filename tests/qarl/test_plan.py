@@ -206,6 +206,10 @@ def test_a_learner_apart_from_its_servers_has_no_engine_and_may_keep_no_weights(
         count_memory(NAMED["qwen3-1.7b"], config(rollout__servers=n), "cpu", 1) for n in (1, 2)
     ]
     assert bytes_of(local[1])["engine"] == 2 * bytes_of(local[0])["engine"]
+    divided = config(rollout__servers=1, rollout__tensor_parallel_size=4)
+    ranks = bytes_of(count_memory(NAMED["qwen3-1.7b"], divided, "cpu", 1))
+    assert ranks["engine"] == bytes_of(local[0])["engine"], "a fourth in each rank"
+    assert ranks["KV cache"] == 4 * bytes_of(local[0])["KV cache"], "each rank has one"
     plan = make_plan(
         config(**apart, model="m"),
         NAMED["qwen3-30b-a3b"],

@@ -17,11 +17,14 @@ import pytest
 from qarl.cli.main import main
 from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.load import config_file, load_config
+from qarl.configs.schema.run import RunConfig
 from qarl.configs.schema.task import TaskConfig
+from qarl.preflight.support import require_servers_of_ranks
 from qarl.report.run_folder import RunFolder, resumed_config
 from qarl.run.evaluation_plan import plan_evaluation
 from qarl.run.export_note import export_note
 from qarl.tasks.paths import absolute, relative
+from tests.support.kernels import no_cuda
 
 FILES_OF_CASES = {
     "q.jsonl": ('{"question": "1 + 1 =", "answer": "2", "split": "train"}\n'),
@@ -92,6 +95,16 @@ REFUSED_COMMANDS = [
     ),
     ("serve-rollouts -- --hos=0.0.0.0", "--hos=0.0.0.0 behind -- would bypass the key"),
     ("serve-rollouts -- --api_key=k", "--api_key=k behind -- would bypass the key"),
+    ("serve-rollouts -- --tensor_parallel=2", "would be unknown to the runs' learner"),
+    ("serve-rollouts -- -tp 2", "-tp behind -- would be unknown to the runs' learner"),
+    (
+        "train --rollout.tensor_parallel_size 2 --learner.operators transformers",
+        "needs the engine's model as the learner's",
+    ),
+    (
+        "train --dtype float32 --rollout.tensor_parallel_size 3",
+        "allowed are 1 and 2, or a dtype of 16 bits",
+    ),
     ("trian", "'trian' must be one of train, sft, check, init, export"),
     ("mismatched", "did you mean 'mismatch'?"),
     ("train --lr .inf", "(--lr) inf must be a finite number"),
@@ -479,3 +492,22 @@ def test_generated_bad_inputs_keep_the_contract():
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@no_cuda
+def test_ranks_without_servers_or_cores_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(4))
+
+    def config(ranks: int, servers: str | None) -> RunConfig:
+        served = {} if servers is None else {"rollout.servers": servers}
+        return load_config(None, {"rollout.tensor_parallel_size": str(ranks), **served})
+
+    require_servers_of_ranks(config(1, None))
+    require_servers_of_ranks(config(2, "2"))
+    require_servers_of_ranks(config(64, "http://a:1"))
+    with pytest.raises(ConfigError, match=r"2 without rollout\.servers: .* has one rank"):
+        require_servers_of_ranks(config(2, None))
+    with pytest.raises(ConfigError, match="for 3 servers on 4 cores"):
+        require_servers_of_ranks(config(2, "3"))
+    with pytest.raises(ConfigError, match="for 2, 3, 4, 8 of them"):
+        require_servers_of_ranks(config(5, "1"))

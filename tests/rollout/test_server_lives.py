@@ -68,7 +68,10 @@ class StandIn(worker.ServerExtension):
         self.label = "default"
         """Weight version that the server names with each token."""
         settings: Any = SimpleNamespace(max_model_len=100, logprobs_mode="raw_logprobs")
-        self.vllm_config = SimpleNamespace(model_config=settings)  # type: ignore[assignment]
+        ranks = SimpleNamespace(tensor_parallel_size=1, enable_expert_parallel=False)
+        self.vllm_config = SimpleNamespace(  # type: ignore[assignment]
+            model_config=settings, parallel_config=ranks
+        )
         self.model_runner = SimpleNamespace(get_model=list)  # type: ignore[assignment]
         self.app = Starlette(
             middleware=[Middleware(access.RequireKey), Middleware(receive.ReceiveVersions)]
@@ -388,6 +391,12 @@ def test_another_key_is_refused(life: Life):
             {"max_new_tokens": 41},
             "the server at http://0 takes 100 tokens, and rollout.max_prompt_tokens +"
             " rollout.max_new_tokens are 101; start it with --max-model-len 101",
+        ),
+        (
+            {"tensor_parallel_size": 2},
+            "the server at http://0 has 1 ranks, and rollout.tensor_parallel_size is 2, by which"
+            " the learner sums; start it with --rollout.tensor_parallel_size 2, or give the run"
+            " that of the server",
         ),
     ],
 )
@@ -794,6 +803,7 @@ def test_the_command_of_a_replica_adds_the_runs_settings_and_the_middleware(life
         *("--logprobs-mode", "raw_logprobs"),
         "--no-enable-chunked-prefill",
         *("--max-num-batched-tokens", "8192"),
+        *("--tensor-parallel-size", "1"),
         "--enable-scale-out",
         *("--uvicorn-log-level", "warning"),
         *("--worker-extension-cls", "qarl.rollout.servers.vllm.worker.ServerExtension"),

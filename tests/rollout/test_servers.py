@@ -57,6 +57,7 @@ from qarl.rollout.servers.vllm.answers import (
 )
 from qarl.rollout.servers.vllm.replica import _one
 from qarl.rollout.servers.vllm.start import (
+    rank_threads,
     replica_environment,
     start_replicas,
     visible_devices,
@@ -497,6 +498,15 @@ def test_learner_and_servers_share_cores_where_they_work_at_once(
             tmp_path / "a", VllmOptions(RolloutConfig(servers=3, max_staleness=ahead))
         )
     assert counts[-1] == 8, "a start that fails"
+
+
+def test_ranks_on_cpus_share_the_cores(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8))
+    bound = "VLLM_CPU_OMP_THREADS_BIND"
+    assert rank_threads(2, 2, {ON_CPU: "1"}) == {bound: "nobind", "OMP_NUM_THREADS": "2"}
+    assert rank_threads(4, 3, {ON_CPU: "1", bound: "auto"}) == {"OMP_NUM_THREADS": "1"}
+    assert rank_threads(1, 2, {ON_CPU: "1"}) == {}
+    assert rank_threads(2, 2, {}) == {}, "on GPUs"
 
 
 def test_replicas_have_devices_of_their_own():

@@ -26,6 +26,8 @@ from qarl.configs.schemes import UNQUANTIZED, known_scheme
 
 _MOST_PROMPTS = 10**6
 """Upper limit on prompts, sequences or problems at once, which only typing errors exceed."""
+_MOST_RANKS = 64
+"""Upper limit on the ranks of an engine, which only typing errors exceed."""
 _BATCHED_TOKENS = 8192
 """Tokens that the engine computes at once: enough rows to keep matrix products busy."""
 LONGEST = 2**24
@@ -103,8 +105,9 @@ class RolloutConfig(Section):
         default=None,
         ge=1,
         description=(
-            "Size of the engine's key/value cache in GiB. Default: on GPUs the memory that `qarl"
-            " plan` finds free, on CPUs that of one longest sequence."
+            "Size of the engine's key/value cache in GiB, of each rank's where it has several."
+            " Default: on GPUs the memory that `qarl plan` finds free, on CPUs that of one longest"
+            " sequence."
         ),
     )
     prefix_caching: bool = Field(
@@ -142,6 +145,16 @@ class RolloutConfig(Section):
         description=(
             "Sample on vLLM servers, given by their URLs or by a number to start on this machine"
             " (docs/guide/servers.md). Default: sample inside the run."
+        ),
+    )
+    tensor_parallel_size: int = Field(
+        default=1,
+        ge=1,
+        le=_MOST_RANKS,
+        description=(
+            "Ranks of each server, which divide its layers among them; the learner sums their"
+            " products as they do (docs/guide/servers.md). Set it if one GPU cannot hold the"
+            " policy. Needs rollout.servers."
         ),
     )
     server_key_file: PathText | None = Field(
@@ -578,11 +591,28 @@ class RunConfig(Section):
                 "checkpoint.best true with eval.problems 0: nothing says which is the best; give"
                 " eval.problems, or omit it"
             )
+        if rollout.tensor_parallel_size > 1:
+            self._check_ranks(rollout.tensor_parallel_size)
         if learner.micro_batch_tokens < rollout.longest:
             raise ValueError(
                 f"learner.micro_batch_tokens {learner.micro_batch_tokens} is less than one longest"
                 " sequence, rollout.max_prompt_tokens + rollout.max_new_tokens ="
                 f" {rollout.longest}; raise the first or lower the others"
+            )
+
+    def _check_ranks(self, ranks: int) -> None:
+        """Raise `ValueError` if the learner cannot sum as this many ranks of an engine do."""
+        learner = self.learner
+        engines = learner.operators == "engine" or (learner.operators == "auto" and learner.aligned)
+        if not engines:
+            raise ValueError(
+                f"rollout.tensor_parallel_size {ranks} needs the engine's model as the learner's,"
+                " which sums the ranks' products; set learner.operators to 'engine', or omit it"
+            )
+        if self.dtype == "float32" and ranks > 2:
+            raise ValueError(
+                f"rollout.tensor_parallel_size {ranks} with dtype 'float32', in which ranks that"
+                " begin a sum elsewhere differ; allowed are 1 and 2, or a dtype of 16 bits"
             )
 
     def _check_bitwise(self) -> None:

@@ -192,6 +192,18 @@ def _require_settings(url: str, state: dict[str, Any], options: VllmOptions) -> 
             f"the server at {url} gives {state['logprobs_mode']}, and rollout.temperature needs"
             f" {mode}; start it with --logprobs-mode {mode}"
         )
+    ranks = options.rollout.tensor_parallel_size
+    if state["tensor_parallel_size"] != ranks:
+        raise EngineError(
+            f"the server at {url} has {state['tensor_parallel_size']} ranks, and"
+            f" rollout.tensor_parallel_size is {ranks}, by which the learner sums; start it with"
+            f" --rollout.tensor_parallel_size {ranks}, or give the run that of the server"
+        )
+    if state["expert_parallel"] and ranks > 1:
+        raise EngineError(
+            f"the server at {url} gives each rank whole experts (--enable-expert-parallel), and the"
+            " learner sums parts of every expert; start it without"
+        )
     if state["max_model_len"] < longest:
         raise EngineError(
             f"the server at {url} takes {state['max_model_len']} tokens, and"

@@ -55,6 +55,8 @@ _ALONE = {
 Without an interface name gloo listens on the address of the machine's host name, which on many
 machines belongs to the network.
 """
+_BINDING = "VLLM_CPU_OMP_THREADS_BIND"
+"""vLLM's environment variable for the cores that threads of each rank are bound to."""
 _SOCKETS = "VLLM_RPC_BASE_PATH"
 """vLLM's environment variable for the folder of the sockets between its processes."""
 _MORE_THAN_ALL = 1 << 36
@@ -145,6 +147,7 @@ def replica_command(
     served = ServerSpec(folder=checkpoint, name="policy", dtype=options.dtype)
     arguments = llm_arguments(options.of_model(checkpoint))
     settings = {name: value for name, value in arguments.items() if name not in _OF_ONE_PROCESS}
+    settings["tensor_parallel_size"] = options.rollout.tensor_parallel_size
     return server_command(
         served,
         host,
@@ -221,6 +224,7 @@ def start_replicas(
     started: list[ServerProcess] = []
     logs.mkdir(parents=True, exist_ok=True)
     limited = {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    limited |= rank_threads(options.rollout.tensor_parallel_size, len(ports), os.environ | limited)
     try:
         for number, port in enumerate(ports):
             command = replica_command(checkpoint, options, host, port, more)
@@ -260,6 +264,20 @@ def start_replicas(
         stop_replicas(started)
         raise
     return started
+
+
+def rank_threads(ranks: int, replicas: int, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables that share a machine's cores among the ranks on CPUs.
+
+    vLLM 0.32 binds a rank's threads to a NUMA node, and stops if there are fewer nodes than ranks.
+    So threads are not bound, and their number is each rank's share of the cores. Variables that
+    `environment` has are not overwritten. Empty on GPUs, and for a single rank.
+    """
+    if ranks == 1 or ON_CPU not in environment:
+        return {}
+    cores = len(os.sched_getaffinity(0))
+    own = {_BINDING: "nobind", "OMP_NUM_THREADS": str(max(1, cores // (ranks * replicas)))}
+    return {name: value for name, value in own.items() if name not in environment}
 
 
 def visible_devices(

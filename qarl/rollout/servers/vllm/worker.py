@@ -153,6 +153,8 @@ class ServerExtension(WorkerExtension, HeldWeights):
             "learner": self.qarl_learner,
             "held": cached and cached.digest,
             "max_model_len": config.max_model_len,
+            "tensor_parallel_size": self.vllm_config.parallel_config.tensor_parallel_size,
+            "expert_parallel": self.vllm_config.parallel_config.enable_expert_parallel,
             "logprobs_mode": str(config.logprobs_mode),
         }
 
