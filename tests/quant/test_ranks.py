@@ -73,7 +73,7 @@ def rank_layer(
                 parameter.weight_loader(parameter, tensor, *shard)
         layer.quant_method.process_weights_after_loading(layer)
     if rank and isinstance(layer, RowParallelLinear):
-        layer.bias = None  # its forward gives the first rank's product the bias alone
+        layer.register_parameter("bias", None)  # only the first rank adds it
     return VllmMatmul(layer)
 
 

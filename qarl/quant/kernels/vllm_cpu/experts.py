@@ -135,8 +135,7 @@ class PerExpertMethod(FusedMoEMethodBase):
                 shape = (2 * len(shards),) if name == "weight_shape" else like.shape
                 stacked = torch.empty(num_experts, *shape, dtype=like.dtype)
                 parameter = nn.Parameter(stacked, requires_grad=False)
-                moe = layer.moe_config
-                loader = _loader(shards, moe.tp_rank, moe.tp_size)
+                loader = _loader(shards, self.moe.tp_rank, self.moe.tp_size)
                 parameter.weight_loader = loader  # type: ignore[attr-defined]
                 layer.register_parameter(f"{prefix}_{name}", parameter)
 
