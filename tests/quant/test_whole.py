@@ -150,8 +150,8 @@ def test_an_export_is_the_whole_with_its_tower_untouched(kind: str, tied: bool, 
     assert all(torch.equal(p, model.loaded[name]) for name, p in again.named_parameters())
     assert read_whole(tmp_path / "masters") == replace(whole, settings=ANY)
 
-    kind: Any = AutoModelForImageTextToText
-    loaded, info = kind.from_pretrained(plain, dtype=torch.float32, output_loading_info=True)
+    loader: Any = AutoModelForImageTextToText
+    loaded, info = loader.from_pretrained(plain, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     rounded = load_masters(source, torch.float32)
