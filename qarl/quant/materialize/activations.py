@@ -56,7 +56,9 @@ class LowBitActivation:
         values = self.codes.to(torch.float32)
         if self.zero_point is None:
             return values
-        grouped = values.view(*self.zero_point.shape, -1)
+        # the width is stated, because there may be no token
+        width = values.shape[1] // self.zero_point.shape[1]
+        grouped = values.view(*self.zero_point.shape, width)
         return (grouped - self.zero_point.unsqueeze(-1)).view(values.shape)
 
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
