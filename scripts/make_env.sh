@@ -84,6 +84,13 @@ check_compiler() {
         "install one with Python's headers (Debian, Ubuntu: apt install gcc python3-dev)"
 }
 
+# vLLM's operators for CPUs are linked to it; a package of the distribution has it, no wheel.
+check_numa() {
+    [[ $device == cpu ]] || return 0
+    "$venv/bin/python" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null ||
+        die "no libnuma.so.1, which vLLM's operators for CPUs need" "install it (Debian, Ubuntu: apt install libnuma1)"
+}
+
 # Syncing removes every package that is not in the lock, so only ever touch a folder that is ours.
 check_folder() {
     [[ ! -e $venv || -d $venv ]] || die "$venv is not a folder" "remove it, or choose another one: make env VENV=..."
@@ -177,6 +184,7 @@ sync_env() {
     check_compiler
     rm -f "$stamp"
     make_venv
+    check_numa
     find_uv
     read_pip_config
     torch_source "$device" "$("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')"

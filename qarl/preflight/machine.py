@@ -236,6 +236,11 @@ def _operators(on_gpus: bool) -> Finding:
     from vllm.config import VllmConfig
     from vllm.platforms import current_platform
 
+    from qarl.quant.kernels.vllm_cpu.library import REMEDY, operators_fault
+
+    fault = operators_fault()
+    if fault is not None:
+        return _line("vLLM", f"its compiled operators cannot be loaded: {fault}", REMEDY)
     device = "cuda" if current_platform.is_cuda() else "cpu"
     x = torch.ones(2, 64, dtype=torch.bfloat16).to(device)
     weight = torch.ones(64, dtype=torch.bfloat16).to(device)

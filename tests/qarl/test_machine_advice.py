@@ -11,13 +11,17 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from qarl.cli.main import main
+from qarl.configs.errors import InstallError
 from qarl.configs.load import config_file, load_config
 from qarl.planning import machine as machines
 from qarl.preflight import machine as advice
+from qarl.quant.kernels.vllm_cpu import library
 from qarl.report.finding import Finding
 
 ROOT = Path(__file__).parents[2]
@@ -297,3 +301,24 @@ def test_the_piece_without_vllm_tells_what_differs(tmp_path: Path):
     assert len(records) == 6
     assert done.returncode == 1
     assert "differ from the CPU's: bf16" in records["torch-codes"]["error"]
+
+
+def test_operators_that_cannot_be_loaded_are_named_with_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Contract: the loader's own words, and how to get what is missing, where vLLM goes on without
+    its operators. Seen where libnuma.so.1 was missing.
+    """
+    (tmp_path / "_C.abi3.so").write_text("no library")
+    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+    monkeypatch.setattr(library, "find_spec", lambda _: spec)
+    if torch.cuda.is_available():
+        monkeypatch.setattr(library, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    assert library.operators_fault() is None, "they are loaded"
+    nothing = SimpleNamespace(ops=SimpleNamespace(_C=object()))
+    monkeypatch.setattr(library, "torch", nothing)
+    with pytest.raises(InstallError, match=r"_C\.abi3\.so.*apt install libnuma1"):
+        library.require_operators()
+    finding = advice._operators(False)
+    assert "_C.abi3.so" in finding.text
+    assert "libnuma1" in finding.remedy

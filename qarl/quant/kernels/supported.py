@@ -66,7 +66,7 @@ def support(scheme: str, dtype: torch.dtype, experts: bool = False) -> Support:
     """Return whether the engine can run the named scheme in `dtype`, for a linear layer.
 
     experts: test routed experts instead of a linear layer. Imports vLLM, which takes seconds. Does
-    not change torch's random state.
+    not change torch's random state. Raises `InstallError` if vLLM's operators cannot be loaded.
     """
     resolved = get_scheme(scheme)
     if not has_vllm():
@@ -75,6 +75,9 @@ def support(scheme: str, dtype: torch.dtype, experts: bool = False) -> Support:
             "vLLM, which samples, is not installed here: pip install 'qarl-train[cpu]' or"
             " 'qarl-train[cuda]'",
         )
+    from qarl.quant.kernels.vllm_cpu.library import require_operators
+
+    require_operators()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     columns = _SHAPE[1]
     values = torch.linspace(-2.0, 3.0, _TOKENS * columns, device=device).cos()

@@ -29,15 +29,18 @@ from vllm.model_executor.kernels.linear import CutlassInt8ScaledMMLinearKernel
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 
+from qarl.quant.kernels.vllm_cpu.library import require_operators
 from qarl.quant.runtime.batch_invariance import batch_invariant
 
 
 def load_plugins() -> None:
     """Load vLLM's plugins, as its own processes do, and call `settle`.
 
-    Call this before a learner builds a layer.
+    Call this before a learner builds a layer. Raises `InstallError` if vLLM's operators for CPUs
+    could not be loaded.
     """
     load_general_plugins()
+    require_operators()
     settle()
 
 
