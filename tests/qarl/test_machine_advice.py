@@ -304,21 +304,24 @@ def test_the_piece_without_vllm_tells_what_differs(tmp_path: Path):
 
 
 def test_operators_that_cannot_be_loaded_are_named_with_the_library(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ):
     """Contract: the loader's own words, and how to get what is missing, where vLLM goes on without
-    its operators. Seen where libnuma.so.1 was missing.
+    its operators, as it did in an image without libnuma. Blind spot: the loader's error is made
+    here.
     """
-    (tmp_path / "_C.abi3.so").write_text("no library")
-    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(library, "find_spec", lambda _: spec)
-    if torch.cuda.is_available():
-        monkeypatch.setattr(library, "current_platform", SimpleNamespace(is_cpu=lambda: True))
     assert library.operators_fault() is None, "they are loaded"
-    nothing = SimpleNamespace(ops=SimpleNamespace(_C=object()))
-    monkeypatch.setattr(library, "torch", nothing)
-    with pytest.raises(InstallError, match=r"_C\.abi3\.so.*apt install libnuma1"):
+
+    def load(name: str) -> None:
+        if name.startswith("vllm._C"):
+            raise ImportError("libnuma.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(library, "current_platform", SimpleNamespace(is_cpu=lambda: True))
+    monkeypatch.setattr(library, "import_module", load)
+    operators = SimpleNamespace(_C=object())
+    monkeypatch.setattr(library, "torch", SimpleNamespace(ops=operators, cpu=torch.cpu))
+    with pytest.raises(InstallError, match=r"libnuma\.so\.1.*apt install libnuma1"):
         library.require_operators()
     finding = advice._operators(False)
-    assert "_C.abi3.so" in finding.text
-    assert "libnuma1" in finding.remedy
+    assert "libnuma.so.1" in finding.text
+    assert "apt install libnuma1" in finding.remedy
