@@ -206,7 +206,7 @@ def test_json_holds_no_nan(tmp_path: Path):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_dockerfiles_install_what_the_suite_runs_with(device: str):
     """Contract: by the one script, with that device's lock and overrides, behind a C compiler, and
-    not as root. Blind spot: no image is built; docs/lab/tools.md says which were.
+    not as root. Blind spot: no image is built; docs/lab/start-measured.md says which were.
     """
     text = (ROOT / f"docker/{device}.Dockerfile").read_text()
     steps = ("gcc", f"bash /src/docker/install.sh {device}", "USER qarl", 'ENTRYPOINT ["qarl"]')

@@ -120,6 +120,11 @@ def test_grouped_products_make_as_many_calls_for_any_number_of_experts():
     """Contract: the number of calls does not depend on the number of experts, and none reads a
     value, which would make the host wait.
     """
+
+    def gated(merged: torch.Tensor) -> torch.Tensor:
+        gate, up = merged.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
     counts = []
     for count in (4, 128):
         there = {"device": "meta", "dtype": BF16}
@@ -130,7 +135,7 @@ def test_grouped_products_make_as_many_calls_for_any_number_of_experts():
         index = torch.zeros(50, 2, dtype=torch.int64, device="meta")
         with Calls() as calls:
             (part,) = grouped_backward.token_gradients(
-                x, weights, index, x, (gate_up, down), F.silu, lambda used: used
+                x, weights, index, x, (gate_up, down), gated, lambda used: used
             )
             shapes = [tuple(matrix.product().shape) for matrix in part.matrices]
         assert shapes == [(count, 64, 32), (count, 32, 32)]

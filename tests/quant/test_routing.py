@@ -60,7 +60,11 @@ def layer(kind: str) -> Any:
         layer_id=3,
         layer_name="layers.3.experts",
         moe_config=SimpleNamespace(
-            has_bias=False, swiglu_limit=None, swiglu_alpha=None, is_act_and_mul=True
+            activation=SimpleNamespace(value="silu"),
+            has_bias=False,
+            swiglu_limit=None,
+            swiglu_alpha=None,
+            is_act_and_mul=True,
         ),
         _fse_fuse_gate=False,
         _shared_experts=None,

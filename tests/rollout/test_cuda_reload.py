@@ -206,7 +206,7 @@ def test_graphs_read_each_version_where_the_first_was(monkeypatch: pytest.Monkey
         model_config=SimpleNamespace(enforce_eager=False, dtype=torch.bfloat16)
     )
     monkeypatch.setattr(worker, "set_current_vllm_config", lambda _: nullcontext())
-    for name in ("trace_names", "checkpoint_names"):
+    for name in ("trace_names", "checkpoint_names", "copied_modules"):
         monkeypatch.setattr(worker, name, lambda *_: {})
     factory = VllmFactory(torch.bfloat16)
     scheme = get_scheme("fp8")
