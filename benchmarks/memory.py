@@ -47,17 +47,6 @@ _MOE_FIELDS = (
     "moe_intermediate_size",
 )
 
-_SMOLLM2 = {
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "head_dim": 64,
-    "tie_word_embeddings": True,
-}
-"""Sizes of SmolLM2-135M. Its weights are drawn here, because the real ones end answers early."""
 _REWARD = (
     '"""Differs within a group."""\n\n\ndef reward(problem, text):\n    return sum(text.encode()) %'
     " 97 / 97\n"
@@ -195,8 +184,6 @@ def model_config(model: str) -> dict[str, Any]:
     if model == "1b-moe":
         known = moe_config(1e9)
         return {name: getattr(known, name) for name in _MOE_FIELDS}
-    if model == "smollm2-135m":
-        return {**LEARNER_MODELS["150m"].config, **_SMOLLM2}
     small = {
         "vocab_size": 16384,
         "hidden_size": 512,

@@ -13,9 +13,9 @@ LEARNER_MODELS = ("tiny", "150m")
 DELIVERY_SHAPES = ("0.6b", "1b-moe", "tiny")
 DELTA_SHAPES = ("150m", "1b-moe")
 STEP_TIME_GPUS = ("a100", "l40s", "h100", "h200", "b200")
-MEMORY_MODELS = ("40m", "150m", "smollm2-135m", "70m-moe", "1b-moe")
+MEMORY_MODELS = ("40m", "150m", "70m-moe", "1b-moe")
 """Random models of `benchmarks.memory`.
 
-Three are dense Qwen3s, one with the sizes of SmolLM2-135M; `70m-moe` has 16 experts of which a
-token uses 4; `1b-moe` has layers as in Qwen3-30B-A3B (`benchmarks.publish.moe_config`).
+Two are dense Qwen3s; `70m-moe` has 16 experts of which a token uses 4; `1b-moe` has layers as in
+Qwen3-30B-A3B (`benchmarks.publish.moe_config`).
 """

@@ -26,7 +26,7 @@ def add_options(names: Any) -> argparse.ArgumentParser:
         "--models",
         type=words(MEMORY_MODELS),
         default="40m,150m,70m-moe",
-        help="comma-separated, also smollm2-135m and 1b-moe (default 40m,150m,70m-moe)",
+        help="comma-separated, also 1b-moe (default 40m,150m,70m-moe)",
     )
     parser.add_argument(
         "--schemes",
