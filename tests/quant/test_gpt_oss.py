@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import GptOssConfig, GptOssForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from qarl.configs.errors import ModelError
@@ -177,3 +177,16 @@ def test_adapters_of_transposed_stacks_have_the_gradients_of_their_product():
         for factor, gradient in zip((adapter.lora_A, adapter.lora_B), expected, strict=True):
             assert factor.grad is not None
             assert relative_error(factor.grad, gradient) < 1e-5
+
+
+def test_experts_whose_activation_nobody_names_are_refused():
+    """Contract: the configuration's name comes first, then that of the module's function."""
+    config: Any = PreTrainedConfig()
+    experts = nn.Module()
+    experts.gate_up_proj = nn.Parameter(torch.zeros(2, 8, 4))
+    experts.down_proj = nn.Parameter(torch.zeros(2, 4, 4))
+    with pytest.raises(SchemeError, match=r"as hidden_act in config\.json"):
+        experts_shape(experts, ExpertLayout(), config)
+    config.num_experts_per_tok = 1
+    config.hidden_act = "silu"
+    assert experts_shape(experts, ExpertLayout(), config).activation == "silu"

@@ -248,7 +248,8 @@ def experts_shape(
 ) -> ExpertsShape:
     """Return the sizes, names and activation of a module of fused experts.
 
-    layout: names of the family's experts. config: the model's configuration.
+    layout: names of the family's experts. config: the model's configuration. Raises `SchemeError`
+    if the activation is unknown.
     """
     count, hidden, intermediate = expert_sizes(experts)
     alternates = is_gpt_oss(experts)
@@ -257,6 +258,11 @@ def experts_shape(
     plain = next(filter(None, names), None) or getattr(
         getattr(experts, "act_fn", None), "__name__", ""
     )
+    if not plain and not alternates:
+        raise SchemeError(
+            f"model type {config.model_type!r} does not say which activation its experts have; name"
+            " it as hidden_act in config.json"
+        )
     return ExpertsShape(
         experts=count,
         top_k=experts_per_token(config),
