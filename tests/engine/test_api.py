@@ -6,7 +6,6 @@ an engine is tested in tests/qarl/test_policy.py.
 
 import dataclasses
 import inspect
-import json
 import re
 import runpy
 import subprocess
@@ -20,25 +19,24 @@ import pytest
 import torch
 
 import qarl
+from tests.support.expected import assert_expected
 from tests.support.imports import import_libraries
-from tests.support.records import plain
 from tests.support.rewards import reward
 from tests.support.runs import lines, succeeded
 
 ROOT = Path(__file__).parents[2]
-SIGNATURES = Path(__file__).with_suffix(".json")
 
 
-def signature_lines(member: Any) -> list[str]:
-    """Return one line a parameter, and one for what is returned."""
+def signature_lines(name: str, member: Any) -> list[str]:
+    """Return `name` with one indented line a parameter, and one for what is returned."""
     signature = inspect.signature(member)
-    lines = [str(parameter) for parameter in signature.parameters.values()]
+    lines = [name, *(f"    {parameter}" for parameter in signature.parameters.values())]
     if signature.return_annotation is not inspect.Signature.empty:
-        lines.append(f"-> {inspect.formatannotation(signature.return_annotation)}")
+        lines.append(f"    -> {inspect.formatannotation(signature.return_annotation)}")
     return lines
 
 
-def signatures() -> dict[str, list[str]]:
+def signatures() -> list[str]:
     """Return the signatures of public names, and of public methods of the API's own classes."""
     members = {name: getattr(qarl, name) for name in qarl.__all__}
     assert all(map(inspect.getdoc, members.values()))
@@ -55,15 +53,17 @@ def signatures() -> dict[str, list[str]]:
     own: dict[str, Any] = {
         n: m for n, m in members.items() if inspect.isfunction(m) or dataclasses.is_dataclass(m)
     }
-    return plain({name: signature_lines(member) for name, member in own.items()})
+    lines = [line for name, member in own.items() for line in signature_lines(name, member)]
+    # a class's own name says enough without its module
+    return [re.sub(r"\b([a-z_]+\.)+(?=[A-Z])", "", line) for line in lines]
 
 
 def test_names_and_signatures_are_those_recorded():
     """Compare the signatures with the record, because a change breaks people's code.
 
-    If it is intended, run `python -m tests.engine.test_api` and add a line to CHANGELOG.md.
+    If it is intended, record it (tests/support/expected.py) and add a line to CHANGELOG.md.
     """
-    assert signatures() == json.loads(SIGNATURES.read_text())
+    assert_expected(__file__, "signatures", signatures())
     page = (ROOT / "docs/reference/api.md").read_text()
     assert not [name for name in qarl.__all__ if not re.search(rf"`{name}\b", page)]
 
@@ -188,7 +188,3 @@ def test_what_is_refused_while_an_engine_runs(
         assert policy.publish(engine).version == 1
         assert engine.generate([prompt], greedy=True)[0][0].weight_version == 1
     assert other(torch.tensor([[5, 6]])).logits.shape[:2] == (1, 2)
-
-
-if __name__ == "__main__":
-    SIGNATURES.write_text(json.dumps(signatures(), indent=1) + "\n")

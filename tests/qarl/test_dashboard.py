@@ -130,7 +130,9 @@ def test_the_panel_and_its_lines_are_as_expected(
     assert isinstance(console.file, io.StringIO)
     assert max(map(len, [*shown, ""])) <= 80
     printed = console.file.getvalue().splitlines()
-    assert_expected(__file__, f"dashboard-{steps}-steps", shown + drawn(dashboard, 120) + printed)
+    if shown:
+        assert_expected(__file__, f"dashboard-during-{steps}-steps", shown)
+    assert_expected(__file__, f"dashboard-{steps}-steps", drawn(dashboard, 120) + printed)
 
 
 def test_a_run_that_rewards_alone_judge_shows_their_mean():

@@ -33,10 +33,10 @@ from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.types import Completion, Group, Prompt
 from qarl.run.policy import open_checked_inputs
+from tests.support.expected import assert_expected, finding_lines
 from tests.support.learners import batch_of, make_groups, random_model
 from tests.support.models import low_bit, multiply_masters, same_stream, stream_bytes
 from tests.support.moe_models import CONFIGS, random_moe
-from tests.support.records import assert_recorded
 
 WRONG = "model.layers.1.mlp.up_proj"
 Three = tuple[LowBitModel, LowBitModel, LowBitModel]
@@ -217,8 +217,12 @@ def test_words_of_a_page_are_those_recorded():
             )
         )
     shown.append(findings(learners, layers, "kernels"))
-    words = [[dataclasses.asdict(finding) for finding in each] for each in shown]
-    assert_recorded(__file__, "words", words)
+    lines = []
+    for number, findings_of_page in enumerate(shown):
+        lines.append(f"page {number}")
+        for finding in findings_of_page:
+            lines += finding_lines(finding)
+    assert_expected(__file__, "mismatch-words", lines)
 
 
 END = 1

@@ -18,9 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from qarl.cli.main import main
 from qarl.configs.load import load_config
+from qarl.report.finding import Finding
 from qarl.starter import FILES
 from qarl.tasks import Response, load_task
-from tests.support.records import assert_recorded
+from tests.support.expected import assert_expected, finding_lines
 
 Tree = dict[str, Any]
 
@@ -277,30 +278,28 @@ def test_a_fault_of_the_model_is_named(
     assert said in said_of(capsys)
 
 
-CHECK_OPTIONS = [
-    "",
-    "--rollout.max_new_tokens 1",
-    "--task.correct exact --task.reward exact",
-    "--task.system 'Add.' --prompts 2",
-    "--task.answer question --rollout.max_new_tokens 10",
-]
+CHECK_OPTIONS = {
+    "as-written": "",
+    "one-token": "--rollout.max_new_tokens 1",
+    "exact-reward": "--task.correct exact --task.reward exact",
+    "system-prompt": "--task.system 'Add.' --prompts 2",
+    "answer-is-the-question": "--task.answer question --rollout.max_new_tokens 10",
+}
 
 
-@pytest.mark.parametrize("options", CHECK_OPTIONS)
-def test_findings_of_check_are_those_recorded(
-    folder: Path, options: str, capsys: pytest.CaptureFixture[str]
-):
-    """Contract: level, subject and text of each finding equal the record. Findings about the
-    machine, or that name the model's folder, are left out.
+@pytest.mark.parametrize("name", CHECK_OPTIONS)
+def test_findings_of_check_are_those_expected(folder: Path, name: str):
+    """Contract: level, subject, text and remedy of each finding, and the exit status. Findings
+    about the machine, or that name the model's folder, are left out.
     """
+    options = CHECK_OPTIONS[name]
     status = main(["check", "run.yaml", "--json", "check.json", *shlex.split(options)])
-    said = [list(each.values()) for each in json.loads(Path("check.json").read_text())]
-    apart = ("model", "kernels", "memory", "disk")
-    assert_recorded(
-        __file__,
-        f"check {options}",
-        [status, [each for each in said if each[1] not in apart]],
-    )
+    findings = [Finding(**each) for each in json.loads(Path("check.json").read_text())]
+    lines = [f"qarl check run.yaml {options}"]
+    for finding in findings:
+        if finding.about not in ("model", "kernels", "memory", "disk"):
+            lines += finding_lines(finding)
+    assert_expected(__file__, f"check-{name}", [*lines, f"exit status {status}"])
 
 
 HEALTHY_FINDINGS = [

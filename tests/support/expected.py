@@ -4,7 +4,10 @@ Write it anew, where a change is meant: QARL_RECORD=1 pytest -n 0 the/test_file.
 """
 
 import os
+import textwrap
 from pathlib import Path
+
+from qarl.report.finding import Finding
 
 
 def assert_expected(test: str, name: str, lines: list[str]) -> None:
@@ -15,3 +18,15 @@ def assert_expected(test: str, name: str, lines: list[str]) -> None:
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
     assert text.splitlines() == file.read_text().splitlines()
+
+
+def finding_lines(finding: Finding) -> list[str]:
+    """Return a finding as lines of up to 100 characters: level, subject, text and remedy."""
+    text = f"{finding.level}: {finding.about}: {finding.text}"
+    lines = textwrap.wrap(text, 100, subsequent_indent="    ", break_long_words=False)
+    if finding.remedy:
+        remedy = f"-> {finding.remedy}"
+        lines += textwrap.wrap(
+            remedy, 100, initial_indent="    ", subsequent_indent="    ", break_long_words=False
+        )
+    return lines
