@@ -21,12 +21,12 @@ def run(tree: dict) -> Curve:
 
     from qarl.configs.load import config_from_tree
     from qarl.evaluation.heldout import Heldout
-    from qarl.learner.processes import Processes
     from qarl.loop import train
     from qarl.report.dashboard import Dashboard
     from qarl.report.early_warning import EarlyWarning
     from qarl.report.metrics import StepMetrics
     from qarl.report.run_folder import RunFolder
+    from qarl.start import RunStart
 
     config = config_from_tree(tree)
     clock = Clock(config.rollout.prompts * config.rollout.samples)
@@ -45,11 +45,11 @@ def run(tree: dict) -> Curve:
 
         def stepped(self, metrics: StepMetrics, warnings: Sequence[EarlyWarning] = ()) -> None:
             super().stepped(metrics, warnings)
-            if metrics.accuracy is not None:
-                clock.evaluated(metrics.step, metrics.accuracy)
+            if metrics.heldout is not None:
+                clock.evaluated(metrics.step, metrics.heldout.accuracy)
 
     with Clocked(config, Console(file=sys.stderr)) as dashboard:
-        train(config, RunFolder.create(config), dashboard, Processes())
+        train(RunStart(config, RunFolder.create(config)), dashboard)
     return clock.curve()
 
 

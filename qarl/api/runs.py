@@ -24,13 +24,12 @@ from qarl.report.loggers import step_logger
 from qarl.report.run_folder import RunFolder, resumed_config
 from qarl.report.startup import phase, phases_shown_on
 from qarl.run.evaluation_plan import EvaluationPlan, Suite, plan_evaluation
-from qarl.tasks import Task
 
 if TYPE_CHECKING:  # which import torch
     from qarl.evaluation.results import Evaluation
     from qarl.learner.processes import Processes
-    from qarl.run.policy import CheckedInputs
     from qarl.run.verify_export import RunOutcome
+    from qarl.start import RunStart
 
 
 def config(
@@ -101,34 +100,48 @@ def train(
     console = console or Console(quiet=True)
     requested = config
     config = plan_memory(config, None, {}, None, console.print)
-    task = check_files(config, new=folder is None)
-    config, run_folder, processes, ready = join_launched(config, requested, folder, console, task)
-    resumes = folder is not None
-    return run(config, run_folder, resumes, console, processes, ready, allow_changed_inputs)
+    return run(start_run(config, requested, folder, console, allow_changed_inputs), console)
 
 
-def join_launched(
+def start_run(
     config: RunConfig,
     requested: RunConfig,
     folder: RunFolder | None,
     console: Console,
-    task: Task,
-) -> tuple[RunConfig, RunFolder, "Processes", "CheckedInputs"]:
-    """Join the processes that were launched with this one, and check the run's input.
+    allow_changed_inputs: bool = False,
+) -> "RunStart":
+    """Check a run's input, join the processes that were launched with this one, and make the run's
+    folder.
 
-    Returns the configuration they agree on (`agreed`), the run's folder (created unless `folder` is
-    one), the processes, and what the run takes from the checks. Raises what `agreed` and
-    `qarl.preflight.prepare` raise.
+    Raises what `qarl.preflight.files`, `qarl.preflight.prepare` and `agreed` raise.
+
+    Args:
+        config: The run's configuration, with all choices made.
+        requested: The configuration that this process was started with.
+        folder: Folder of the run to continue. None: it is made.
+        console: Prints the phases.
+        allow_changed_inputs: See `qarl.start.RunStart`.
     """
     with phases_shown_on(console):
+        with phase("checking input"):
+            task = check_files(config, new=folder is None)
         with phase("importing torch, transformers and compressed-tensors"), collections_paused():
             from qarl.learner.processes import join_processes
             from qarl.preflight.prepare import prepare
+            from qarl.start import RunStart
         processes = join_processes(alone=config.learner.deepspeed is not None)
         config = agreed(config, requested, processes)
-        ready = prepare(config, task, processes, saves=True)
+        inputs = prepare(config, task, processes, saves=True)
+    resume = folder is not None
     folder = folder or processes.run_on_first(lambda: RunFolder.create(config))
-    return config, folder, processes, ready
+    return RunStart(
+        config=config,
+        folder=folder,
+        processes=processes,
+        inputs=inputs,
+        resume=resume,
+        allow_changed_inputs=allow_changed_inputs,
+    )
 
 
 def resume_run(run: str, overrides: Mapping[str, str]) -> tuple[RunConfig, RunFolder]:
@@ -150,40 +163,38 @@ def resume_run(run: str, overrides: Mapping[str, str]) -> tuple[RunConfig, RunFo
     return config, folder
 
 
-def run(
-    config: RunConfig,
-    folder: RunFolder,
-    resume: bool,
-    console: Console,
-    processes: "Processes",
-    ready: "CheckedInputs | None" = None,
-    allow_changed_inputs: bool = False,
-) -> "RunOutcome":
+def run(start: "RunStart", console: Console) -> "RunOutcome":
     """Train in a run's folder, which is locked meanwhile.
 
-    A start that fails leaves no new folder behind. ready: what the run's checks returned.
-    allow_changed_inputs: see `qarl.loop.train`.
+    A start that fails leaves no new folder behind. Raises what the loop raises, and
+    `LostProcessError` if another process of the run has ended.
     """
+    from qarl.learner.processes import LostProcessError, is_lost_process
     from qarl.loop import train
     from qarl.report.dashboard import Dashboard
 
+    config = start.config
+    folder = start.folder
+    first_process = start.processes.first
     try:
-        lock = folder.locked() if processes.first else nullcontext()
+        lock = folder.locked() if first_process else nullcontext()
         # Before the model is loaded, so that a failing login costs no time.
-        logger = step_logger(config, folder.path, processes.first)
+        logger = step_logger(config, folder.path, first_process)
         with (
             phases_shown_on(console),
             lock,
             logger as log,
             Dashboard(config, console) as dashboard,
         ):
-            if resume and processes.first:
+            if start.resume and first_process:
                 folder.write_config(config)
-            return train(
-                config, folder, dashboard, processes, resume, log, ready, allow_changed_inputs
-            )
+            return train(start, dashboard, log)
+    except RuntimeError as error:
+        if is_lost_process(error):
+            raise LostProcessError(str(error)) from error
+        raise
     finally:
-        if not resume and processes.first and not folder.has_begun():
+        if not start.resume and first_process and not folder.has_begun():
             folder.discard()
 
 

@@ -18,7 +18,7 @@ from qarl.report.finding import Finding
 from qarl.report.startup import phase, phases_shown_on
 
 if TYPE_CHECKING:  # which imports torch
-    from qarl.run.policy import CheckedInputs
+    from qarl.run.policy import RunInputs
 
 
 def add_check(commands: Any) -> None:
@@ -91,11 +91,11 @@ def _of_run(
     """Return the findings on a configuration, and words on the tests of a sampled batch ("" without
     `sample`).
     """
-    ready, previewed = _previewed(config, console, new=not sample)
+    inputs, previewed = _previewed(config, console, new=not sample)
     findings = show(previewed, console)
     if not sample:
         return findings, ""
-    investigation = investigated(config, console, ready)
+    investigation = investigated(config, console, inputs)
     from qarl.mismatch.pitfalls import CHECKS
 
     findings += show(investigation.pitfalls, console)
@@ -107,7 +107,7 @@ def _previewed(
     config: RunConfig,
     console: Console,
     new: bool,
-) -> tuple["CheckedInputs", list[Finding]]:
+) -> tuple["RunInputs", list[Finding]]:
     """Check a configuration, and return what its run takes and the findings of
     `qarl.preflight.preview`. Phases are shown on the console.
 
@@ -115,8 +115,8 @@ def _previewed(
     """
     quiet_libraries(config.learner.compile is True)
     with phases_shown_on(console):
-        ready = preflight(config, new)
+        inputs = preflight(config, new)
         from qarl.preflight.preview import preview
 
         with phase("measuring prompts and reward"):
-            return ready, list(preview(config, ready))
+            return inputs, list(preview(config, inputs))

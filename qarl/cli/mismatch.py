@@ -20,7 +20,7 @@ from qarl.report.finding import Finding
 from qarl.report.startup import phase, phases_shown_on
 
 if TYPE_CHECKING:  # which imports torch
-    from qarl.run.policy import CheckedInputs
+    from qarl.run.policy import RunInputs
 
 
 def add_mismatch(commands: Any) -> None:
@@ -89,18 +89,18 @@ def _mismatch(known: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def investigated(config: RunConfig, console: Console, ready: "CheckedInputs | None" = None) -> Any:
+def investigated(config: RunConfig, console: Console, inputs: "RunInputs | None" = None) -> Any:
     """Run `qarl.mismatch.investigate` with its phases on the console, and return its result.
 
-    ready: what the checks of the configuration returned. Default: it is checked here.
+    inputs: what the checks of the configuration returned. Default: it is checked here.
     """
     quiet_libraries()
     with phases_shown_on(console):
-        ready = ready or preflight(config)
+        inputs = inputs or preflight(config)
         with phase("importing vllm"):
             from qarl.mismatch.investigate import investigate
         with phase("sampling, and scoring by three learners"):
-            return investigate(config, ready)
+            return investigate(config, inputs)
 
 
 def show(findings: Iterable[Finding], console: Console) -> list[Finding]:

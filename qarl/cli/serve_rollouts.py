@@ -154,6 +154,6 @@ def _write_checkpoint(config: RunConfig, folder: Path, replicas: int, devices: i
     require_room_for_ranks(config, replicas, devices)
     with phase("writing the policy's checkpoint"):
         architecture = require_schemes(config)
-        ready = check_prompts(config, load_task(config.task), architecture)
-        policy = open_policy(config, ready=ready)
+        inputs = check_prompts(config, load_task(config.task), architecture)
+        policy = open_policy(config, inputs=inputs)
         export_checkpoint(policy.model, policy.folder, folder)

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from qarl.api.runs import join_launched, resume_run, run
+from qarl.api.runs import resume_run, run, start_run
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import EPILOG, add_flags
 from qarl.cli.options import add_count, say
@@ -20,14 +20,12 @@ from qarl.planning.choice import choose
 from qarl.planning.machine import Machine, this_machine
 from qarl.preflight.files import check_files, check_processes
 from qarl.preflight.memory import plan_memory
-from qarl.ptq.compressor import require_llmcompressor
 from qarl.quant.runtime.parent import launched, local_world_size, rank, world_size
 from qarl.report.run_folder import ChangedInputsError, RunFolder, RunInUseError
-from qarl.report.startup import phase, phases_shown_on
 from qarl.run.export_note import is_finished
 from qarl.run.interrupt import interruptible
 from qarl.run.replay import replay_config
-from qarl.tasks import RewardError, Task
+from qarl.tasks import RewardError
 
 
 def add_train(commands: Any) -> None:
@@ -99,18 +97,6 @@ def _train(known: argparse.Namespace, console: Console) -> int:
     return _run(config, requested, folder, console, known.allow_changed_inputs)
 
 
-def _checked(config: RunConfig, new: bool, console: Console) -> Task:
-    """Check the run's input and return its task.
-
-    new: whether the run folder is to be created.
-    """
-    with phases_shown_on(console), phase("checking input"):
-        task = check_files(config, new)
-        if config.quantization.init is not None and new:
-            require_llmcompressor()
-    return task
-
-
 def _show(config: RunConfig, processes: int, new: bool, console: Console) -> int:
     """Print the configuration for `--dry-run`, and raise its errors."""
     check_processes(config, processes)
@@ -158,9 +144,9 @@ def _say_begun(known: argparse.Namespace, config: RunConfig, console: Console) -
 def _launch(known: argparse.Namespace, config: RunConfig, new: bool) -> int:
     """Check the input here, then run the same command in several processes of this machine.
 
-    new: see `_checked`.
+    new: whether the run's folder is to be made.
     """
-    _checked(config, new, Console(quiet=True))
+    check_files(config, new)
     from qarl.cli.launch import check_count, launch
 
     check_count(known.processes)
@@ -231,31 +217,26 @@ def _run(
 
     requested: the configuration before a choice was made. folder: of the run to continue, or None.
     """
-    resumes = folder is not None
-    task = _checked(config, folder is None, console)
-    config, folder, processes, ready = join_launched(config, requested, folder, console, task)
+    start = start_run(config, requested, folder, console, allow_changed_inputs)
     from qarl.cli.outcome import say_outcome
-    from qarl.learner.processes import (
-        LostProcessError,
-        is_lost_process,
-        leave_processes,
-    )
+    from qarl.learner.processes import LostProcessError, leave_processes
 
+    config = start.config
+    folder = start.folder
+    first_process = start.processes.first
     say(console, f"run folder: {folder.path}")
     try:
-        outcome = run(config, folder, resumes, console, processes, ready, allow_changed_inputs)
-    except (QarlError, KeyboardInterrupt) as error:
-        if processes.first and not isinstance(error, RunInUseError | ChangedInputsError):
-            _say_what_is_left(error, config, folder, console)
+        outcome = run(start, console)
+    except LostProcessError:
         raise
-    except RuntimeError as error:
-        if is_lost_process(error):
-            raise LostProcessError(str(error)) from error
+    except (QarlError, KeyboardInterrupt) as error:
+        if first_process and not isinstance(error, RunInUseError | ChangedInputsError):
+            _say_what_is_left(error, config, folder, console)
         raise
     if outcome.stopped_by is not None:
         again = f"qarl train --resume {shlex.quote(str(folder.path))}"
         say(console, f"stopped at step {outcome.steps}; continue with: {again}")
-    elif processes.first:
+    elif first_process:
         say_outcome(config, folder, outcome, console)
     leave_processes()
     return 0 if outcome.stopped_by is None else 128 + outcome.stopped_by

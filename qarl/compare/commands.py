@@ -151,14 +151,14 @@ def check(
             with _named(cell):
                 tasks[cell] = _check_files(comparison, cell)
     with phase("importing torch, transformers and compressed-tensors"):
-        from qarl.preflight.prepare import checked
+        from qarl.preflight.prepare import check_inputs
         from qarl.ptq.export import check_request
     for cell, task in tasks.items():
         quantized = cell.variant.quantized
         config = comparison.run_config(cell)
         with _named(cell):
             if task is not None:
-                checked(config, task, processes or 1, saves=True)
+                check_inputs(config, task, processes or 1, saves=True)
             elif quantized is not None:
                 source = comparison.run_config(comparison.source(cell))
                 check_request(

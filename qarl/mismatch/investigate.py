@@ -38,7 +38,7 @@ from qarl.report.finding import Finding
 from qarl.rollout.engine import SamplingEngine
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import Group, Sampling
-from qarl.run.policy import CheckedInputs, open_policy
+from qarl.run.policy import RunInputs, open_policy
 from qarl.run.prompts import Prompter, score_groups
 from qarl.run.session import share_layers
 from qarl.sync.export import export_checkpoint
@@ -153,14 +153,14 @@ class Investigation:
     """Pitfalls that the batch shows, and the self-tests of kernels and operators."""
 
 
-def investigate(config: RunConfig, ready: CheckedInputs) -> Investigation:
+def investigate(config: RunConfig, inputs: RunInputs) -> Investigation:
     """Sample `rollout.samples` completions of `rollout.prompts` prompts, and score them.
 
-    ready: what the checks of the configuration returned.
+    inputs: what the checks of the configuration returned.
     """
-    folder = ready.folder
-    prompter = ready.prompter
-    task = ready.task
+    folder = inputs.folder
+    prompter = inputs.prompter
+    task = inputs.task
     masters = load_masters(folder, torch.float32, Processes().device)
     cache = config.quantization.kv_cache
     models = {
@@ -168,7 +168,7 @@ def investigate(config: RunConfig, ready: CheckedInputs) -> Investigation:
         for name, kind in LEARNERS.items()
     }
     if config.quantization.init:
-        codes = initial_codes(open_policy(config, ready=ready), config)
+        codes = initial_codes(open_policy(config, inputs=inputs), config)
         for name in ("fake-quant", "aligned"):
             start_from_codes(models[name], codes, keep_masters=True)
     problems = task.problems("train", 0, config.rollout.prompts, config.seed)

@@ -21,10 +21,10 @@ from qarl.quant.runtime.imports import collections_paused
 from qarl.report.startup import phase
 
 if TYPE_CHECKING:  # which imports torch
-    from qarl.run.policy import CheckedInputs
+    from qarl.run.policy import RunInputs
 
 
-def preflight(config: RunConfig, new: bool = False) -> "CheckedInputs":
+def preflight(config: RunConfig, new: bool = False) -> "RunInputs":
     """Check a configuration for this process alone, and return what its run takes.
 
     new: whether the run's folder is to be made. Raises the error of the part that is wrong.

@@ -9,6 +9,7 @@ from qarl.configs.errors import ConfigError, InputError
 from qarl.configs.load import is_embedded, shipped_names
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.words import did_you_mean, quoted
+from qarl.ptq.compressor import require_llmcompressor
 from qarl.quant.checkpoint.folder import check_folder, hub_config, local_folder
 from qarl.report.run_folder import new_path
 from qarl.run.replay import check_rollouts
@@ -33,6 +34,8 @@ def check_files(config: RunConfig, new: bool = True, dry: bool = False) -> Task:
         raise ConfigError(
             f"log {config.log!r} needs the package {config.log}: pip install {config.log}"
         )
+    if new and not dry and config.quantization.init is not None:
+        require_llmcompressor()
     if config.learner.deepspeed is not None:
         read_deepspeed_file(config.learner.deepspeed)
     check_rollouts(config)

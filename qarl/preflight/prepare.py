@@ -13,16 +13,17 @@ from qarl.preflight.support import require_schemes, require_servers_of_ranks
 from qarl.quant.checkpoint.folder import describe_towers
 from qarl.quant.runtime.libraries import untested_libraries
 from qarl.report.startup import phase, say
-from qarl.run.policy import CheckedInputs, open_checked_inputs
+from qarl.run.policy import RunInputs, open_inputs
 from qarl.tasks import Task
 
 
 def prepare(
     config: RunConfig, task: Task, processes: Processes | None = None, saves: bool = False
-) -> CheckedInputs:
-    """Check what needs torch in the first process, and return what the run takes in each.
+) -> RunInputs:
+    """Check what needs torch in the first process, and return what the run reads in each.
 
-    Raises what `checked` raises.
+    This runs before a run folder is made. It raises the error of the part that is wrong
+    (`SchemeError`, `TaskError`, `ModelError`, `ConfigError`) in all processes.
 
     Args:
         config: The run's configuration.
@@ -31,24 +32,22 @@ def prepare(
         saves: Whether the run writes checkpoints, for which the disk needs room.
     """
     processes = processes or Processes()
-    first: list[CheckedInputs] = []
-    processes.run_on_first(lambda: first.append(checked(config, task, processes.world, saves)))
-    if first:
-        return first[0]
-    return open_checked_inputs(config, task)
+    inputs: RunInputs | None = None
+
+    def check() -> None:
+        nonlocal inputs
+        inputs = check_inputs(config, task, processes.world, saves)
+
+    processes.run_on_first(check)
+    return inputs or open_inputs(config, task)
 
 
-def checked(
-    config: RunConfig,
-    task: Task,
-    processes: int = 1,
-    saves: bool = False,
-) -> CheckedInputs:
-    """Check what needs torch in this process, and return what the run takes.
+def check_inputs(
+    config: RunConfig, task: Task, processes: int = 1, saves: bool = False
+) -> RunInputs:
+    """Check what needs torch in this process, and return what the run reads.
 
-    This runs before a run folder is made. It raises the error of the part that is wrong
-    (`SchemeError`, `TaskError`, `ModelError`, `ConfigError`). processes: number of processes of the
-    run. task, saves: as in `prepare`.
+    processes: number of processes of the run. The rest is as in `prepare`.
     """
     check_processes(config, processes)
     if config.learner.compile is True:
@@ -58,10 +57,10 @@ def checked(
     with phase("checking kernels"):
         architecture = require_schemes(config)
     with phase("checking tokenizer and prompts"):
-        ready = check_prompts(config, task, architecture)
+        inputs = check_prompts(config, task, architecture)
     if saves:
-        check_disk(config, ready.folder)
-    towers = describe_towers(ready.folder)
-    for line in filter(None, (ready.task.describe(), towers, *untested_libraries())):
+        check_disk(config, inputs.folder)
+    towers = describe_towers(inputs.folder)
+    for line in filter(None, (inputs.task.describe(), towers, *untested_libraries())):
         say(line)
-    return ready
+    return inputs

@@ -26,7 +26,7 @@ from qarl.quant.checkpoint.folder import read_config
 from qarl.quant.kernels.supported import kept_support
 from qarl.quant.schemes import COMPUTE_DTYPES
 from qarl.report.finding import Finding
-from qarl.run.policy import Architecture, CheckedInputs
+from qarl.run.policy import Architecture, RunInputs
 from qarl.run.prompts import Prompter
 from qarl.tasks import Problem, Response, Task, solution_of
 from qarl.tasks.rewards import no_signal
@@ -41,15 +41,15 @@ _JUDGED = ("reference answer", "the same in a box", "a wrong answer", "that in a
 """Names of the answers that the reward judges."""
 
 
-def preview(config: RunConfig, ready: CheckedInputs) -> Iterator[Finding]:
+def preview(config: RunConfig, inputs: RunInputs) -> Iterator[Finding]:
     """Yield all findings, in the order to read them.
 
-    ready: what the checks of the configuration returned. Raises `RewardError` for a reward that
+    inputs: what the checks of the configuration returned. Raises `RewardError` for a reward that
     fails.
     """
-    folder = ready.folder
-    task = ready.task
-    prompter = ready.prompter
+    folder = inputs.folder
+    task = inputs.task
+    prompter = inputs.prompter
     drawn = task.problems("train", 0, _MEASURED_PROBLEMS, config.seed)
     # A table of fewer problems is drawn from more than once.
     problems = list({problem.id: problem for problem in drawn}.values())
@@ -68,7 +68,7 @@ def preview(config: RunConfig, ready: CheckedInputs) -> Iterator[Finding]:
     yield from _judged(task, problems)
     yield from _lengths(config, folder, prompter, problems)
     yield _memory(config)
-    yield _disk(config, ready.architecture)
+    yield _disk(config, inputs.architecture)
 
 
 def _model(config: RunConfig, folder: Path) -> Finding:

@@ -2,11 +2,11 @@
 
 from qarl.configs.schema.run import RunConfig
 from qarl.quant.checkpoint.folder import check_folder
-from qarl.run.policy import Architecture, CheckedInputs, open_checked_inputs
+from qarl.run.policy import Architecture, RunInputs, open_inputs
 from qarl.tasks import Split, Task
 
 
-def check_prompts(config: RunConfig, task: Task, architecture: Architecture) -> CheckedInputs:
+def check_prompts(config: RunConfig, task: Task, architecture: Architecture) -> RunInputs:
     """Make a prompt of one problem of every split in use, and return what the run takes.
 
     task, architecture: those of the configuration. Raises `ModelError` for a tokenizer or chat
@@ -14,8 +14,8 @@ def check_prompts(config: RunConfig, task: Task, architecture: Architecture) -> 
     question is short enough.
     """
     check_folder(architecture.folder, config.rollout.longest)
-    ready = open_checked_inputs(config, task, architecture)
+    inputs = open_inputs(config, task, architecture)
     splits: tuple[Split, ...] = ("train", "heldout") if config.eval.problems else ("train",)
     for split in splits:
-        ready.prompter.prompt(ready.task.problems(split, 0, 1, config.seed)[0])
-    return ready
+        inputs.prompter.prompt(inputs.task.problems(split, 0, 1, config.seed)[0])
+    return inputs

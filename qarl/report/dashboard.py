@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from qarl.configs.schema.run import RunConfig
-from qarl.evaluation.heldout import Heldout, heldout
+from qarl.evaluation.heldout import Heldout
 from qarl.report.early_warning import EarlyWarning
 from qarl.report.metrics import StepMetrics
 from qarl.report.start_note import audit_table
@@ -93,7 +93,7 @@ class Dashboard(AbstractContextManager["Dashboard"]):
         Without a terminal about 20 steps of a run are printed, and those with an evaluation.
         """
         self._steps.append(metrics)
-        measured = heldout(vars(metrics))
+        measured = metrics.heldout
         if measured is not None:
             self._heldout.append((metrics.step, measured))
         due = metrics.step == 1 or metrics.step % max(1, self._config.steps // 20) == 0
@@ -184,7 +184,7 @@ class Dashboard(AbstractContextManager["Dashboard"]):
 
     def _line(self, m: StepMetrics) -> str:
         """Return one step as a line."""
-        measured = heldout(vars(m))
+        measured = m.heldout
         held_out = f"  held-out {measured}" if measured else ""
         mismatch = "  skipped (all rewards equal)"
         if m.learn:

@@ -147,19 +147,22 @@ class RunWatch:
     def __init__(
         self,
         before: Iterable[Mapping[str, Any]] = (),
-        stop_before: int = 0,
+        stops: bool = False,
+        last_step: int | None = None,
     ):
         """Take in the steps before.
 
         before: lines of metrics.jsonl of a run that goes on; their signs are not reported again.
-        stop_before: step before which a sign stops the run (`early_warning: stop`); 0: never.
+        stops: whether a sign stops the run (`early_warning: stop`).
+        last_step: the run's last step, which nothing stops, because the run ends with it anyway.
         """
         self._series = {name: _Series() for name in _FIELDS}
         self._seen: set[str] = set()
-        self._stop_before = 0
+        self._last_step = last_step
+        self._stops = False
         for line in before:
             self.add(line)
-        self._stop_before = stop_before
+        self._stops = stops
 
     def add(self, line: Mapping[str, Any]) -> list[EarlyWarning]:
         """Take in one step, a line of metrics.jsonl, and return the signs that it shows first.
@@ -171,7 +174,7 @@ class RunWatch:
         new_signs = {sign: text for sign, text in self._signs() if sign not in self._seen}
         self._seen |= new_signs.keys()
         warnings = [EarlyWarning(sign, line["step"], text) for sign, text in new_signs.items()]
-        if warnings and line["step"] < self._stop_before:
+        if warnings and self._stops and line["step"] != self._last_step:
             raise EarlyWarningError(warnings)
         return warnings
 

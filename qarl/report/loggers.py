@@ -14,16 +14,16 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import RunConfig
 from qarl.report.startup import say
 
-Log = Callable[[Mapping[str, float], int], None]
+SendMetrics = Callable[[Mapping[str, float], int], None]
 """Function that sends the figures of a step, given by their names in metrics.jsonl."""
 
 
-def unlogged(figures: Mapping[str, float], step: int) -> None:
-    """Send nothing; the `Log` of a run without a tracker."""
+def send_nowhere(figures: Mapping[str, float], step: int) -> None:
+    """Send nothing; the `SendMetrics` of a run without a tracker."""
 
 
 @contextmanager
-def step_logger(config: RunConfig, run: Path, first: bool = True) -> Iterator[Log]:
+def step_logger(config: RunConfig, run: Path, first: bool = True) -> Iterator[SendMetrics]:
     """Connect to the tracker that `log` names, and yield a function that sends a step's figures.
 
     Figures go to the project `qarl`, to a run named after the run's folder, which a resumed run
@@ -34,7 +34,7 @@ def step_logger(config: RunConfig, run: Path, first: bool = True) -> Iterator[Lo
     Raises `ConfigError` if the tracker cannot start, for example without a login.
     """
     if config.log == "none" or not first:
-        yield unlogged
+        yield send_nowhere
         return
     name = run.resolve().name
     try:

@@ -5,7 +5,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean, pstdev
@@ -13,10 +13,11 @@ from typing import Any
 
 from qarl.configs.errors import disk_error
 from qarl.configs.files import written_aside
+from qarl.evaluation.heldout import Heldout
 from qarl.learner.learn_stats import LearnStats
 from qarl.quant.runtime.replaced import replaced
 from qarl.report.error_tokens import count_error_tokens
-from qarl.report.loggers import Log
+from qarl.report.loggers import SendMetrics
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.types import Completion, Group
 from qarl.tasks.base import WeightedSum
@@ -86,11 +87,8 @@ class StepMetrics:
     learn: LearnStats | None
     """The learner's metrics; None if all rewards of each group were equal."""
 
-    accuracy: float | None
-    """Held-out accuracy (`Heldout`); None if this step was not evaluated."""
-
-    heldout_reward: float | None
-    """Held-out reward (`Heldout`); None if this step was not evaluated."""
+    heldout: Heldout | None
+    """Held-out figures, `accuracy` and `heldout_reward`; None if this step was not evaluated."""
 
     digest: str | None
     """Digest of the published weights; None if nothing was published."""
@@ -114,7 +112,11 @@ class StepMetrics:
         them. The learner's seconds are under seconds/learn/. Its diagnostics' records are next to
         its other metrics.
         """
-        return {_public_name(name): value for name, value in _flatten("", dataclasses.asdict(self))}
+        fields = dataclasses.asdict(replace(self, heldout=None))
+        if self.heldout is not None:
+            fields["accuracy"] = self.heldout.accuracy
+            fields["heldout_reward"] = self.heldout.reward
+        return {_public_name(name): value for name, value in _flatten("", fields)}
 
 
 def _public_name(name: str) -> str:
@@ -169,11 +171,11 @@ WriteMetrics = Callable[[StepMetrics], None]
 
 @contextmanager
 def metrics_writer(
-    folder: RunFolder, resume_step: int | None, first: bool, log: Log
+    folder: RunFolder, resume_step: int | None, first: bool, send: SendMetrics
 ) -> Iterator[WriteMetrics]:
     """Open the files of a run's metrics, and yield a function that writes one step to all of them.
 
-    A step goes to metrics.jsonl, TensorBoard and `log`. All of them are closed at the end, also
+    A step goes to metrics.jsonl, TensorBoard and `send`. All of them are closed at the end, also
     when the run fails.
 
     Args:
@@ -181,7 +183,7 @@ def metrics_writer(
         resume_step: step from which the run goes on; lines of later steps are dropped. None for a
             new run.
         first: whether this is the first process; the others write nothing.
-        log: sends the figures to an experiment tracker.
+        send: sends the figures to an experiment tracker.
     """
     if not first:
         yield lambda metrics: None
@@ -208,7 +210,7 @@ def metrics_writer(
             }
             for name, value in figures.items():
                 board.add_scalar(name, value, metrics.step)
-            log(figures, metrics.step)
+            send(figures, metrics.step)
 
         yield write
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qarl.configs.errors import ConfigError
+from qarl.evaluation.heldout import Heldout
 from qarl.learner.diagnostics.figure import Figure
 from qarl.report.run_folder import RunFolder
 from qarl.report.tables import PlainTable
@@ -44,8 +45,7 @@ def write_start(
     folder: RunFolder,
     rows: list[AuditRow],
     published: "Publish",
-    accuracy: float | None,
-    reward: float | None,
+    measured: Heldout | None,
 ) -> None:
     """Write the note of a run that has not begun.
 
@@ -53,16 +53,15 @@ def write_start(
         folder: folder of the run.
         rows: layers that the audit compared.
         published: the first published version.
-        accuracy: held-out accuracy of the initial policy, or None.
-        reward: held-out reward of the initial policy, or None.
+        measured: held-out figures of the initial policy, or None.
     """
     from qarl.learner.diagnostics.observers import OBSERVERS
 
     note = StartNote(
         audit=audit_table(rows).texts(),
         canary=published.canary and published.canary.mean_abs,
-        accuracy=accuracy,
-        heldout_reward=reward,
+        accuracy=measured and measured.accuracy,
+        heldout_reward=measured and measured.reward,
         figures=[figure for each in OBSERVERS for figure in each.figures],
     )
     folder.start.write_text(json.dumps(asdict(note), indent=1) + "\n")

@@ -87,12 +87,12 @@ def evaluate_heldout(session: Session, config: RunConfig) -> Heldout:
     return Heldout(result.accuracy, result.reward)
 
 
-def evaluate_before_training(session: Session, config: RunConfig, at: Position) -> Heldout:
-    """Return held-out accuracy and reward before step 1, and store them in the position `at`."""
+def evaluate_before_training(session: Session, config: RunConfig, position: Position) -> Heldout:
+    """Return held-out accuracy and reward before step 1, and store them in the position."""
     with phase("evaluating before step 1"):
         first = evaluate_heldout(session, config)
-    at.first_accuracy = first.accuracy
-    at.first_reward = first.reward
+    position.first_accuracy = first.accuracy
+    position.first_reward = first.reward
     return first
 
 

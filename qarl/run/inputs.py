@@ -45,23 +45,23 @@ _SAMPLE = 64 * 2**10
 _FUNCTION = re.compile(r"\s*(?P<source>[^:,=]+):[^:,]+")
 """Matches each function of a list such as `mine.py:a=1, mine.py:b=0.2`."""
 
-Inputs = dict[str, str]
+InputDigests = dict[str, str]
 """Name of an input, such as "task.reward mine.py" → SHA-256."""
 
 
-def digest_inputs(config: RunConfig, task: Task) -> Inputs:
+def digest_inputs(config: RunConfig, task: Task) -> InputDigests:
     """Return the digests of a run's inputs as they are now.
 
     task: the configuration's task, without the problems whose prompts are too long.
     """
-    inputs = {name: _digest(file) for name, file in _files(config).items()}
+    digests = {name: _digest(file) for name, file in _files(config).items()}
     if isinstance(task.source, Table):
-        inputs[f"questions {short_name(task.name)}"] = _digest_rows(task.source)
-    return inputs
+        digests[f"questions {short_name(task.name)}"] = _digest_rows(task.source)
+    return digests
 
 
 def require_same_inputs(
-    config: RunConfig, folder: RunFolder, inputs: Inputs, allow_changes: bool
+    config: RunConfig, folder: RunFolder, digests: InputDigests, allow_changes: bool
 ) -> None:
     """Compare a run's inputs with those that its newest checkpoint was made from.
 
@@ -77,7 +77,7 @@ def require_same_inputs(
             " wrote it: whether questions, functions and model are still the same was not compared"
         )
         return
-    changes = list(_changes(before, inputs, _files(config)))
+    changes = list(_changes(before, digests, _files(config)))
     if not changes:
         return
     first = int(newest.name.removeprefix("step-")) + 1
@@ -101,8 +101,8 @@ def require_same_inputs(
 
 
 def _changes(
-    before: Inputs,
-    now: Inputs,
+    before: InputDigests,
+    now: InputDigests,
     files: dict[str, Path],
 ) -> Iterator[str]:
     for name in sorted({*before, *now}):

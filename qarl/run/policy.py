@@ -86,8 +86,8 @@ def open_architecture(config: RunConfig) -> Architecture:
 
 
 @dataclass(frozen=True)
-class CheckedInputs:
-    """Model, task and prompter as the checks before a run opened them (`qarl.preflight`)."""
+class RunInputs:
+    """What a run reads: its model, its task, and the prompter that joins them."""
 
     architecture: Architecture
     """The model that is trained."""
@@ -102,10 +102,10 @@ class CheckedInputs:
         return self.architecture.folder
 
 
-def open_checked_inputs(
+def open_inputs(
     config: RunConfig, task: Task | None = None, architecture: Architecture | None = None
-) -> CheckedInputs:
-    """Open what a run takes. Only what cannot be opened is refused.
+) -> RunInputs:
+    """Open model, tokenizer and task without checking kernels or memory (`qarl.preflight` does).
 
     task, architecture: those of the configuration, if they were opened before.
     """
@@ -113,7 +113,7 @@ def open_checked_inputs(
     architecture = architecture or open_architecture(config)
     prompter = open_prompter(architecture.folder, config.rollout, config.task)
     task = (task or load_task(config.task)).without_long_prompts(prompter.fits)
-    return CheckedInputs(architecture, task, prompter)
+    return RunInputs(architecture, task, prompter)
 
 
 @dataclass
@@ -185,21 +185,21 @@ def wrap_masters(
 
 
 def open_policy(
-    config: RunConfig, processes: Processes | None = None, ready: CheckedInputs | None = None
+    config: RunConfig, processes: Processes | None = None, inputs: RunInputs | None = None
 ) -> TrainingPolicy:
     """Load a run's policy: masters in the run's schemes, prompter, task and learner.
 
     processes: all launched processes, which open their policies together. None opens the policy in
-    this process only, not for learning. ready: what the run's checks returned. Default: it is
+    this process only, not for learning. inputs: what the run's checks returned. Default: it is
     opened here, without the checks.
     """
-    ready = ready or open_checked_inputs(config)
+    inputs = inputs or open_inputs(config)
     together = processes or Processes()
     learning = config.learner
     if not processes:
         learning = learning.model_copy(update={"compile": False, "deepspeed": None})
 
-    model = load_model(config, ready.architecture, learning, together)
+    model = load_model(config, inputs.architecture, learning, together)
     if isinstance(config.learner.lora, LoraConfig):
         add_adapters(model, config.learner.lora, config.seed)
     # The KL reference is the policy the run started with, in the same schemes: a second set of
@@ -207,7 +207,7 @@ def open_policy(
     # has the same one. With LoRA it is the base, because B is zero at the start.
     reference = None
     if config.learner.kl.name != "none":
-        reference = load_model(config, ready.architecture, learning, together)
+        reference = load_model(config, inputs.architecture, learning, together)
         free_uncached(reference, learning)
     if processes and model.operators == "engine":
         require_gradients(model, together)
@@ -221,9 +221,9 @@ def open_policy(
         config.rollout.temperature,
     )
     return TrainingPolicy(
-        folder=ready.folder,
-        task=ready.task,
-        prompter=ready.prompter,
+        folder=inputs.folder,
+        task=inputs.task,
+        prompter=inputs.prompter,
         model=model,
         learner=learner,
         processes=together,

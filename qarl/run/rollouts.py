@@ -17,7 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
@@ -32,14 +32,20 @@ from qarl.run.session import Position, Session
 from qarl.tasks import Problem, RewardError
 from qarl.tasks.base import WeightedSum
 
-Batch = tuple[list[Group], list[Group]]
-"""All groups of a step and those to learn from, as `sample_step` returns them."""
+
+class SampledStep(NamedTuple):
+    """The groups of one step."""
+
+    all_groups: list[Group]
+    """Every group that was sampled."""
+    training_groups: list[Group]
+    """Those of `all_groups` to learn from."""
 
 
 class Rollouts:
     """A session's batches, from the run's position on."""
 
-    def __init__(self, session: Session, config: RunConfig, at: Position, watch: Stopwatch):
+    def __init__(self, session: Session, config: RunConfig, position: Position, watch: Stopwatch):
         self.session = session
         self.watch = watch
         """Times of the present step. Sampling that a checkpoint waits for counts for the next."""
@@ -48,29 +54,30 @@ class Rollouts:
         that learn from it, mean over its tokens. None if nothing is sampled ahead.
         """
         self.config = config
-        self._position = at
-        self._ahead = 0 if config.from_rollouts is not None else config.rollout.max_staleness
-        self._threads = ThreadPoolExecutor(max(1, self._ahead), "sampling-ahead")
-        self._ready = deque(map(_batch, at.ahead))
-        self._begun: deque[tuple[int, Future[Sampled]]] = deque()
-        """Steps after those of `_ready`, in order, with their pending requests."""
-        self._next = at.step + len(self._ready)
+        self._position = position
+        replays = config.from_rollouts is not None
+        self._max_staleness = 0 if replays else config.rollout.max_staleness
+        self._threads = ThreadPoolExecutor(max(1, self._max_staleness), "sampling-ahead")
+        self._sampled = deque(map(_batch, position.ahead))
+        self._requested: deque[tuple[int, Future[Sampled]]] = deque()
+        """Steps after those of `_sampled`, in order, with their pending requests."""
+        self._next_step = position.step + len(self._sampled)
 
-    def take(self) -> Batch:
-        """Return the batch of the next step, and begin the batches after it if they are sampled
+    def take(self) -> SampledStep:
+        """Return the groups of the next step, and begin the batches after it if they are sampled
         ahead.
         """
-        self._next = max(self._next, self._position.step + 1)
-        if self._ready:
+        self._next_step = max(self._next_step, self._position.step + 1)
+        if self._sampled:
             # It stays in `ahead` until `finish_pending`, for the checkpoint that a fault in this
             # step writes of the step before.
-            batch = self._ready.popleft()
-        elif self._begun:
+            batch = self._sampled.popleft()
+        elif self._requested:
             batch = self._next_pending()
         else:
             batch = sample_step(self.session, self.config, self._position.step, self.watch)
-        if self._ahead:
-            completions = [c for group in batch[0] for c in group.completions]
+        if self._max_staleness:
+            completions = [c for group in batch.all_groups for c in group.completions]
             versions = [v for completion in completions for v in completion.versions]
             self.staleness = self._position.version - sum(versions) / len(versions)
             with self.watch("sample"):
@@ -82,9 +89,9 @@ class Rollouts:
         in flight, because a publish must not overlap it.
         """
         # `ahead` keeps one entry for each batch that is ready; the oldest stand first.
-        taken = len(self._position.ahead) - len(self._ready)
+        taken = len(self._position.ahead) - len(self._sampled)
         self._position.ahead = self._position.ahead[taken:]
-        if self._ahead == 1:
+        if self._max_staleness == 1:
             self._collect_pending()
 
     def position(self) -> dict[str, Any]:
@@ -97,27 +104,28 @@ class Rollouts:
         return vars(self._position)
 
     def _collect_pending(self) -> None:
-        while self._begun:
+        while self._requested:
             batch = self._next_pending()
-            self._ready.append(batch)
+            self._sampled.append(batch)
             self._position.ahead = [*self._position.ahead, _plain(batch)]
 
     def _begin(self) -> None:
-        while self._next <= self._position.step + self._ahead and self._next < self.config.steps:
-            request = make_request(self.session, self.config, self._next)
+        last = min(self._position.step + self._max_staleness, self.config.steps - 1)
+        while self._next_step <= last:
+            request = make_request(self.session, self.config, self._next_step)
             # The thread only waits for servers: collective calls belong to the main thread.
             answer = self._threads.submit(request.answered, self.session)
-            self._begun.append((self._next, answer))
-            self._next += 1
+            self._requested.append((self._next_step, answer))
+            self._next_step += 1
 
-    def _next_pending(self) -> Batch:
-        step, answer = self._begun.popleft()
+    def _next_pending(self) -> SampledStep:
+        step, answer = self._requested.popleft()
         return sample_step(self.session, self.config, step, self.watch, answer.result)
 
 
-def _plain(batch: Batch) -> dict[str, Any]:
+def _plain(batch: SampledStep) -> dict[str, Any]:
     """Return a batch as plain data; groups to learn from become indices of the sampled ones."""
-    sampled, to_learn_from = batch
+    sampled = batch.all_groups
     index = {id(group): number for number, group in enumerate(sampled)}
     return {
         "sampled": [
@@ -127,11 +135,11 @@ def _plain(batch: Batch) -> dict[str, Any]:
         "terms": [
             [getattr(reward, "terms", None) for reward in group.rewards] for group in sampled
         ],
-        "to_learn_from": [index[id(group)] for group in to_learn_from],
+        "to_learn_from": [index[id(group)] for group in batch.training_groups],
     }
 
 
-def _batch(plain: dict[str, Any]) -> Batch:
+def _batch(plain: dict[str, Any]) -> SampledStep:
     """Restore a batch from `_plain`'s data."""
     sampled = TypeAdapter(list[Group]).validate_python(plain["sampled"])
     for number, terms in enumerate(plain["terms"]):
@@ -140,7 +148,7 @@ def _batch(plain: dict[str, Any]) -> Batch:
             for r, t in zip(sampled[number].rewards, terms, strict=True)
         )
         sampled[number] = replace(sampled[number], rewards=tuple(rewards))
-    return sampled, [sampled[number] for number in plain["to_learn_from"]]
+    return SampledStep(sampled, [sampled[number] for number in plain["to_learn_from"]])
 
 
 @dataclass(frozen=True)
@@ -165,7 +173,7 @@ def sample_step(
     step: int,
     watch: Stopwatch,
     first: Callable[[], Sampled] | None = None,
-) -> tuple[list[Group], list[Group]]:
+) -> SampledStep:
     """Return all groups sampled in `step`, and those to learn from.
 
     With `rollout.dynamic_sampling` (DAPO, arXiv 2503.14476, section 3.2), groups whose rewards are
@@ -188,7 +196,7 @@ def sample_step(
             tokens = [group.prompt.token_ids, *(c.token_ids for c in group.completions)]
             what = f"recorded problem {group.prompt.id!r}"
             prompter.vocabulary.require(tokens, what, prompter.tokenizer)
-        return recorded, _to_learn_from(recorded, extra)
+        return SampledStep(recorded, _to_learn_from(recorded, extra))
     sampled: list[Group] = []
     to_learn_from: list[Group] = []
     for attempt in range(1 + (extra or 0)):
@@ -208,7 +216,7 @@ def sample_step(
             f" {sum(group.unscored for group in sampled)} completions of step {step + 1}; give a"
             " number where a completion can be judged"
         )
-    return sampled, to_learn_from[:wanted]
+    return SampledStep(sampled, to_learn_from[:wanted])
 
 
 def _to_learn_from(groups: list[Group], extra: int | None) -> list[Group]:

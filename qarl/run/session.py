@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.configs.schema.run import RunConfig
+from qarl.evaluation.heldout import Heldout, heldout
 from qarl.learner.learner import FirstBatchGate
 from qarl.learner.processes import Processes
 from qarl.learner.reserve import reserved
@@ -59,6 +60,11 @@ class Position:
     ahead: list[dict[str, Any]] = field(default_factory=list)
     """Batches of the next steps that are already sampled, as plain data (`qarl.run.rollouts`)."""
 
+    @property
+    def heldout_before(self) -> Heldout | None:
+        """Held-out figures before step 1, None if not measured."""
+        return heldout({"accuracy": self.first_accuracy, "heldout_reward": self.first_reward})
+
 
 @dataclass(kw_only=True)
 class Connection:
@@ -79,11 +85,14 @@ class Connection:
 
     def describe(self) -> list[str]:
         """Return lines on the learner's products, the tests of kernels and operators, the cache."""
-        return [
-            f"learner multiplies with {self.multiplies}",
-            *(str(test) for test in (self.rows, self.operators) if test is not None),
-            *([] if not self.uncached else [_UNCACHED]),
-        ]
+        lines = [f"learner multiplies with {self.multiplies}"]
+        if self.rows is not None:
+            lines.append(str(self.rows))
+        if self.operators is not None:
+            lines.append(str(self.operators))
+        if self.uncached:
+            lines.append(_UNCACHED)
+        return lines
 
 
 @dataclass(kw_only=True)

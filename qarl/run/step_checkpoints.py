@@ -11,6 +11,7 @@ from qarl.report.metrics import read_until
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import say
 from qarl.run.checkpoint import CheckpointError, save_checkpoint
+from qarl.run.inputs import InputDigests
 from qarl.run.policy import TrainingPolicy
 from qarl.run.rollouts import Rollouts
 from qarl.run.session import Position
@@ -20,7 +21,7 @@ from qarl.run.verify_export import write_export
 class StepCheckpoints:
     """Writes a run's checkpoints.
 
-    at: the run's position, which the loop moves forward. inputs: digests of the run's inputs
+    position: that of the run, which the loop moves forward. digests: those of the run's inputs
     (`qarl.run.inputs`).
     """
 
@@ -29,16 +30,16 @@ class StepCheckpoints:
         config: RunConfig,
         folder: RunFolder,
         policy: TrainingPolicy,
-        at: Position,
-        inputs: dict[str, str] | None = None,
+        position: Position,
+        digests: InputDigests | None = None,
     ):
-        self._inputs = inputs
+        self._digests = digests
         self._config = config
         self._folder = folder
         self._policy = policy
-        self._position = at
-        first = heldout({"accuracy": at.first_accuracy, "heldout_reward": at.first_reward})
-        measured = [first, *map(heldout, read_until(folder.metrics, at.step))]
+        self._position = position
+        earlier = map(heldout, read_until(folder.metrics, position.step))
+        measured = [position.heldout_before, *earlier]
         self._best = max((each.score for each in measured if each), default=-math.inf)
 
     def after_step(self, rollouts: Rollouts, measured: Heldout | None, stopping: bool) -> None:
@@ -65,7 +66,7 @@ class StepCheckpoints:
             state,
             self._config.checkpoint.keep,
             self._policy.processes,
-            self._inputs,
+            self._digests,
         )
 
     @contextmanager

@@ -80,9 +80,9 @@ def export_sampled(
             bound
             or OTHER_KERNELS_TOLERANCE * FixedSequences(policy.model, sequences).floor().mean_abs
         )
-    sampled = ExportReference(sequences, session.engine.logprobs(sequences), bound)
+    reference = ExportReference(sequences, session.engine.logprobs(sequences), bound)
     policy.processes.wait()  # from here on the first process is alone
-    return sampled
+    return reference
 
 
 def _of_one_rank(
@@ -133,34 +133,34 @@ def finish(
     policy: TrainingPolicy,
     config: RunConfig,
     folder: RunFolder,
-    at: Position,
-    sampled: ExportReference | None,
+    position: Position,
+    reference: ExportReference | None,
     stopped_by: int | None = None,
 ) -> RunOutcome:
-    """Load the export in a fresh engine, compare it with `sampled`, and evaluate it.
+    """Load the export in a fresh engine, compare it with `reference`, and evaluate it.
 
     Raises `ExportError` if its log-probs differ from those of the engine that sampled: on CPUs, and
-    with `bitwise`, in any bit; otherwise on CUDA by more than the bound of `sampled`.
+    with `bitwise`, in any bit; otherwise on CUDA by more than the bound of `reference`.
 
     stopped_by: number of the signal that stopped the run, or None.
     """
-    unfinished = at.step < config.steps or config.export
+    unfinished = position.step < config.steps or config.export
     begun = RunOutcome(
         folder.path,
-        at.step,
-        first_accuracy=at.first_accuracy,
-        first_reward=at.first_reward,
+        position.step,
+        first_accuracy=position.first_accuracy,
+        first_reward=position.first_reward,
         stopped_by=stopped_by if unfinished else None,
     )
     # The process group is still open if servers sampled. An engine in this process would wait in it
     # for processes that have ended.
     leave_processes()
-    if sampled is None or not policy.processes.first:
+    if reference is None or not policy.processes.first:
         return begun
     accuracy = reward = None
     with open_engine(folder.export, config.rollout, config.dtype) as engine:
         difference = difference_beyond(
-            sampled.bound, engine.logprobs(sampled.sequences), sampled.logprobs
+            reference.bound, engine.logprobs(reference.sequences), reference.logprobs
         )
         if difference is not None:
             raise ExportError(

@@ -23,7 +23,6 @@ from qarl.configs.load import config_file, load_config
 from qarl.evaluation.heldout import Heldout, heldout
 from qarl.learner.learn_stats import LearnStats
 from qarl.learner.mismatch import Mismatch
-from qarl.learner.processes import Processes
 from qarl.quant.types import LayerReport
 from qarl.report import loggers
 from qarl.report.dashboard import Dashboard, sparkline
@@ -34,6 +33,7 @@ from qarl.report.run_folder import RunFolder
 from qarl.report.start_note import audit_table
 from qarl.report.startup import phase, phases_shown_on, say
 from qarl.report.tables import PlainTable
+from qarl.start import RunStart
 from qarl.sync.audit import AuditRow
 from tests.support.expected import assert_expected
 
@@ -54,7 +54,6 @@ A_STEP: dict[str, Any] = {
     "skipped_batches": 0,
     "digest": None,
     "canary": None,
-    "heldout_reward": None,
     "staleness": None,
 }
 """Metrics of a step, except those that change from step to step."""
@@ -74,7 +73,7 @@ def step(number: int, reward: float, learned: bool = True) -> StepMetrics:
         "step": number,
         "weight_version": number,
         "reward": reward,
-        "accuracy": 0.5 if number == 2 else None,
+        "heldout": Heldout(0.5) if number == 2 else None,
     }
     return StepMetrics(**A_STEP, **changing, learn=learned_from, seconds=seconds)
 
@@ -141,7 +140,7 @@ def test_a_run_that_rewards_alone_judge_shows_their_mean():
     dashboard = Dashboard(load_config(None, {"steps": "2"}), console)
     first = Heldout(0.0, -1.5)
     dashboard.baseline(first)
-    dashboard.stepped(replace(step(2, 0.5), accuracy=0.0, heldout_reward=-1.25))
+    dashboard.stepped(replace(step(2, 0.5), heldout=Heldout(0.0, -1.25)))
     assert isinstance(console.file, io.StringIO)
     begun, line = console.file.getvalue().splitlines()
     assert begun == "before training: held-out mean reward -1.5"
@@ -218,7 +217,7 @@ def test_a_logger_that_fails_stops_a_start_and_no_run(
     with pytest.raises(
         ConfigError, match=r"log 'wandb' cannot begin: no API key; .*WANDB_MODE=offline"
     ):
-        run(config, RunFolder(tmp_path), False, console, Processes())
+        run(RunStart(config, RunFolder(tmp_path)), console)
 
 
 def audited(

@@ -281,7 +281,7 @@ def test_a_warning_stops_a_run_that_asks_for_it():
     lines = lines_of(200, 0, late(0.6, 0.0))
     (warning,) = early_warnings(lines)
     for steps, stopped in ((200, True), (warning.step, False)):
-        watch = RunWatch(lines[: warning.step - 1], steps)
+        watch = RunWatch(lines[: warning.step - 1], stops=True, last_step=steps)
         if stopped:
             with pytest.raises(
                 EarlyWarningError,

@@ -32,7 +32,7 @@ from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.types import Completion, Group, Prompt
-from qarl.run.policy import open_checked_inputs
+from qarl.run.policy import open_inputs
 from tests.support.expected import assert_expected, finding_lines
 from tests.support.learners import batch_of, make_groups, random_model
 from tests.support.models import low_bit, multiply_masters, same_stream, stream_bytes
@@ -64,7 +64,7 @@ def test_a_start_from_codes_is_what_is_measured(random_policy: Any, monkeypatch:
     config = load_config(None, options)
     # where it would begin to sample
     with pytest.raises(TypeError, match="context manager"):
-        mismatch.investigate(config, open_checked_inputs(config))
+        mismatch.investigate(config, open_inputs(config))
     assert same_stream(other, opened[0])
 
 

@@ -42,6 +42,7 @@ from qarl.run.policy import open_architecture
 from qarl.run.prompts import open_prompter
 from qarl.run.session import Position
 from qarl.run.step_checkpoints import StepCheckpoints
+from qarl.start import RunStart
 from qarl.tasks.load import load_task
 from tests.support import Policies
 from tests.support.engines import disturb, make_model
@@ -111,14 +112,9 @@ def test_only_a_new_run_that_could_not_start_goes(
 ):
     run = new_run(tmp_path / "run")
     monkeypatch.setattr("qarl.loop.train", Mock(side_effect=ConfigError("no")))
+    start = RunStart(run.config(), run, Mock(first=True), resume=resume)
     with pytest.raises(ConfigError, match="no"):
-        runs.run(
-            run.config(),
-            run,
-            resume,
-            Console(quiet=True),
-            Mock(first=True),
-        )
+        runs.run(start, Console(quiet=True))
     assert run.path.exists() is resume
 
 

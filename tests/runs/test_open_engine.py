@@ -17,7 +17,6 @@ from rich.console import Console
 
 from qarl.configs.load import config_from_tree
 from qarl.configs.schema.run import RolloutConfig, RunConfig
-from qarl.learner.processes import Processes
 from qarl.loop import train
 from qarl.quant.types import LowBitTensor
 from qarl.report.dashboard import Dashboard
@@ -26,6 +25,7 @@ from qarl.report.run_folder import RunFolder
 from qarl.rollout.engine import EngineError, LoadReport
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import Completion, Prompt, Sampling
+from qarl.start import RunStart
 from qarl.sync.gate import GateError
 from tests.support import Policies
 from tests.support.runs import lines
@@ -81,7 +81,7 @@ def run(config: RunConfig, folder: RunFolder | None = None) -> tuple[RunFolder, 
     """folder: of the run to resume; None begins one."""
     with Dashboard(config, Console(file=io.StringIO())) as dashboard:
         into = folder or RunFolder.create(config)
-        return into, train(config, into, dashboard, Processes(), resume=folder is not None)
+        return into, train(RunStart(config, into, resume=folder is not None), dashboard)
 
 
 def test_a_run_needs_no_more_than_the_protocol(config: RunConfig, monkeypatch: pytest.MonkeyPatch):
@@ -121,7 +121,7 @@ def test_a_step_whose_publish_fails_is_in_the_metrics(
         pytest.raises(EngineError, match="no room"),
         Dashboard(config, Console(file=io.StringIO())) as dashboard,
     ):
-        train(config, folder, dashboard, Processes())
+        train(RunStart(config, folder), dashboard)
     first, second = read_metrics(folder.metrics)
     assert first["digest"]
     assert "digest" not in second
