@@ -232,15 +232,16 @@ def micro_batches(
     packed: bool = False,
     share_prompts: bool = False,
 ) -> Iterator[torch.Tensor]:
-    """Cut `index` into runs of similar length, longest first, whose size is at most `max_tokens`.
+    """Cut `index` into micro-batches of similar length, longest first, of up to `max_tokens`.
 
-    A sequence that is longer than `max_tokens` is a run of its own.
+    A sequence that is longer than `max_tokens` is a micro-batch of its own. With shared prompts
+    the first sequence of a group, its leader, stores the prompt, and its followers do without.
 
     Args:
         packed: count the sequences' own tokens. Default: count them padded to the longest of the
-            run.
-        share_prompts: count a group's prompt once. Groups stay together, and the sequence of a
-            group that stores the prompt comes before all that do not.
+            micro-batch.
+        share_prompts: count a group's prompt once. Groups stay together, and leaders come before
+            all followers.
     """
     length = batch.length.tolist()
     group = batch.group.tolist()
@@ -249,7 +250,6 @@ def micro_batches(
     if share_prompts:
         longest = {group[row]: length[row] for row in reversed(rows)}
         rows.sort(key=lambda row: (-longest[group[row]], group[row]))
-    # Leaders store their prompt; followers are of a leader's group and share its prompt.
     leaders: list[int] = []
     followers: list[int] = []
     size = 0
@@ -261,20 +261,20 @@ def micro_batches(
             # Rows are padded to the first, which is the longest.
             size += length[leaders[0] if leaders else row]
         if size > max_tokens and leaders:
-            yield _run(leaders, followers, prompt, length)
+            yield _ordered_rows(leaders, followers, prompt, length)
             leaders = []
             followers = []
             size = length[row]
             shares = False
         (followers if shares else leaders).append(row)
     if leaders:
-        yield _run(leaders, followers, prompt, length)
+        yield _ordered_rows(leaders, followers, prompt, length)
 
 
-def _run(
+def _ordered_rows(
     leaders: list[int], followers: list[int], prompt: list[int], length: list[int]
 ) -> torch.Tensor:
-    """Return the rows of a run, int64 [n].
+    """Return the rows of a micro-batch in the order that they are computed in, int64 [n].
 
     Rows that see equally many tokens and add equally many are neighbours, so that they are
     multiplied at once.

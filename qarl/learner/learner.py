@@ -197,12 +197,13 @@ class Learner:
 
         gated: whether a gate checks the batch, for which all rows are computed.
         """
-        rows = torch.ones(len(learning.batch.tokens), dtype=torch.bool)
-        if not gated and learning.trained and self.config.ratio_fix != "shadow_forward":
-            rows[:] = needs_old(self.config) or is_due(self.config.diagnostics_every, learning.step)
-            # The first mini-batch's own forward gives its old log-probs.
-            rows[learning.trained[0]] = False
-        return rows.nonzero().flatten()
+        all_rows = torch.arange(len(learning.batch.tokens))
+        if gated or not learning.trained or self.config.ratio_fix == "shadow_forward":
+            return all_rows
+        if not (needs_old(self.config) or is_due(self.config.diagnostics_every, learning.step)):
+            return all_rows[:0]
+        # The first mini-batch's own forward gives its old log-probs.
+        return all_rows[~torch.isin(all_rows, learning.trained[0])]
 
     def _update(self, learning: Learning, observers: list[Observer], number: int) -> Update:
         """Take the update of that number, from 0."""
@@ -212,17 +213,17 @@ class Learner:
         self.model.gradients.scale_by(self.loss_scale.scale)
         mini = self._mini_batch(learning, number)
         parts = list(self.scorer.share(learning.batch, index))
-        numbers: list[dict[str, torch.Tensor | None]] = []
+        partial_sums: list[dict[str, torch.Tensor | None]] = []
         for part in parts:
-            micro, shares = self._micro_batch(learning, mini, part, is_last=part is parts[-1])
+            micro, sums = self._micro_batch(learning, mini, part, is_last=part is parts[-1])
             if part.counts:
-                numbers.append(shares)
+                partial_sums.append(sums)
                 for observer in observers:
                     observer.micro_batch(micro)
         if mini.supplies_old:
             self.scorer.complete(learning.old, self.model, index)
-        norm, taken = self._apply(observers, number)
-        metrics = sum(map(LossMetrics.of, numbers), LossMetrics())
+        norm, taken = self._apply(learning, observers, number)
+        metrics = sum(map(LossMetrics.of, partial_sums), LossMetrics())
         return Update(metrics.total(self.processes), norm, taken)
 
     def _mini_batch(self, learning: Learning, number: int) -> _MiniBatch:
@@ -316,18 +317,20 @@ class Learner:
             loss = share.loss + self._balance * balance
             return share, loss, {"load_balance": balance.detach()}
 
-    def _apply(self, observers: list[Observer], number: int) -> tuple[float, bool]:
+    def _apply(
+        self, learning: Learning, observers: list[Observer], number: int
+    ) -> tuple[float, bool]:
         """Clip, step, and materialize the next weight version.
 
         Returns the gradient norm before clipping (0 if no step was taken) and whether a step was
         taken.
         """
+        counts = any(observer.counts_changes for observer in observers)
         with self.stopwatch("optimizer"):
-            step = self.sharded.step(any(observer.counts_arrivals for observer in observers))
+            step = self.sharded.step(counts)
         if step.taken:
-            counters = [observer.flips for observer in observers if observer.flips is not None]
             with self.stopwatch("materialize"):
-                self.model.refresh(counters[0] if counters else None)
+                self.model.refresh(learning.flips if counts else None)
         self.loss_scale.update(step.taken)
         for observer in observers:
             observer.after_update(number, step.arrived)

@@ -19,6 +19,8 @@ from qarl.configs.schema.learner import LearnerConfig, OptimizerConfig
 from qarl.configs.schema.lora import LoraConfig
 from qarl.learner.batching import Batch, make_batch
 from qarl.learner.diagnostics.ages import MismatchByAge
+from qarl.learner.diagnostics.base import Observer
+from qarl.learner.diagnostics.lost_updates import LostUpdates
 from qarl.learner.learner import Learner
 from qarl.learner.logprobs import token_logprobs
 from qarl.learner.optim.loss_scale import MOST_SKIPPED, LossScale, PrecisionError
@@ -357,6 +359,25 @@ def test_a_batch_without_reward_differences_teaches_nothing():
     measured = ("lost_updates", "crossed_bfloat16", "flipped_codes", "kl_from_start")
     assert all(stats.records[name] is None for name in measured)
     assert stats.records["ages"] == MismatchByAge()
+
+
+class AnotherCount(Observer):
+    """Counts what `LostUpdates` counts, under a name of its own."""
+
+    counts_changes = True
+
+    def record(self) -> dict[str, Any]:
+        """Return the fraction of codes that changed."""
+        return {"again": self.learning.flips.share}
+
+
+def test_several_diagnostics_may_count_changed_codes(monkeypatch: pytest.MonkeyPatch):
+    """Contract: each of them gets the same count, whichever is the first in the list."""
+    for observers in ((AnotherCount, LostUpdates), (LostUpdates, AnotherCount)):
+        monkeypatch.setattr("qarl.learner.learner.OBSERVERS", observers)
+        records = make_learner(diagnostics_every=1).learn(batch_of(), 0).records
+        assert 0 < records["flipped_codes"] < 1
+        assert records["again"] == records["flipped_codes"]
 
 
 def test_a_kl_penalty_holds_the_policy_near_its_start():

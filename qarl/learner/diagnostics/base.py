@@ -6,7 +6,7 @@ Axes: B sequences, T tokens, of which T-1 are predicted; n of B, t of T-1.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -101,6 +101,9 @@ class Learning:
     call it.
     """
 
+    flips: FlipCount = field(default_factory=FlipCount)
+    """Codes that the updates changed so far. It stays empty unless an observer `counts_changes`."""
+
     def logprobs(self, batch: Batch, rows: torch.Tensor, forward: Forward) -> torch.Tensor:
         """Return log-probs of some rows of a batch by the present model, fp32 [n, T-1].
 
@@ -143,10 +146,8 @@ class Observer:
 
     figures: ClassVar[tuple[Figure, ...]] = ()
     """Charts of its metrics in `qarl report`, written into a run's start.json."""
-    counts_arrivals = False
-    """Whether optimizer steps have to count which weights an update changed."""
-    flips: FlipCount | None = None
-    """Counter of the codes that materializations change; None if they are not counted."""
+    counts_changes = False
+    """Whether the weights and codes that each update changes have to be counted for it."""
 
     def __init__(self, learning: Learning):
         self.learning = learning
@@ -166,7 +167,7 @@ class Observer:
     def after_update(self, update: int, arrived: UpdateDiagnostics | None) -> None:
         """Observe the policy after an update, when its weight version is materialized.
 
-        arrived: what the update changed; None unless `counts_arrivals`.
+        arrived: what the update changed; None unless an observer `counts_changes`.
         """
 
     def record(self) -> dict[str, Any]:

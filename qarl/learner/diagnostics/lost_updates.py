@@ -19,7 +19,7 @@ from typing import Any
 from qarl.learner.diagnostics.base import Learning, Observer, is_due
 from qarl.learner.diagnostics.figure import Figure
 from qarl.learner.optim.optimizer import UpdateDiagnostics
-from qarl.quant.materialize.code_changes import Changed, FlipCount
+from qarl.quant.materialize.code_changes import Changed
 
 
 class LostUpdates(Observer):
@@ -44,14 +44,13 @@ class LostUpdates(Observer):
 
     def __init__(self, learning: Learning):
         super().__init__(learning)
-        self.counts_arrivals = is_due(learning.config.diagnostics_every, learning.step)
-        self.flips = FlipCount() if self.counts_arrivals else None
+        self.counts_changes = is_due(learning.config.diagnostics_every, learning.step)
         self._lost: list[float] = []
         self._crossed = Changed()
 
     def after_update(self, update: int, arrived: UpdateDiagnostics | None) -> None:
         """Add the counts of an optimizer step (`MasterOptimizer.step` with `diagnose`)."""
-        if arrived is None:
+        if arrived is None or not self.counts_changes:
             return
         self._lost.append(arrived.lost)
         self._crossed.add(arrived.crossed, arrived.weights)
@@ -62,10 +61,10 @@ class LostUpdates(Observer):
         `flipped_codes` is also None if no layer has low-bit codes, and `crossed_bfloat16` if no
         weight of the model is trained (LoRA).
         """
-        if self.flips is None:
+        if not self.counts_changes:
             return dict.fromkeys(("lost_updates", "crossed_bfloat16", "flipped_codes"))
         return {
             "lost_updates": sum(self._lost) / len(self._lost) if self._lost else None,
             "crossed_bfloat16": None if self.learning.model.adapted else self._crossed.share,
-            "flipped_codes": self.flips.share,
+            "flipped_codes": self.learning.flips.share,
         }
