@@ -6,34 +6,32 @@ twice its standard error. The thresholds are below, and docs/guide/report.md exp
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from qarl.page.runs import Configuration, RecordedRun
 from qarl.report.early_warning import early_warnings
-from qarl.report.finding import Finding, Level
+from qarl.report.finding import Finding
 
-Remark = tuple[Level, str]
-"""Level and text of a finding."""
-
-APART = 0.05
+MAX_MISMATCH = 0.05
 """Mean |Δ log p|, in nats, above which there is a warning.
 
 The ratio of a usual token is then 5 % off before anything was learned.
 """
 
-PHANTOM = 0.01
+MAX_PHANTOM_CLIPPED = 0.01
 """Fraction of tokens clipped for precision alone, above which there is a warning."""
 
-CORRECTED = 0.05
+MAX_CORRECTED = 0.05
 """Fraction of tokens whose mismatch weight was cut, above which there is a warning."""
 
-TRUNCATED = 0.1
+MAX_TRUNCATED = 0.1
 """Fraction of truncated completions, above which there is a warning."""
 
-ERRORS = 0.02
+MAX_ERROR_TOKENS = 0.02
 """Fraction of error tokens, above which there is a warning."""
 
-TEACHING = 0.1
+MIN_MIXED_GROUPS = 0.1
 """Fraction of groups with rewards that differ, below which there is a note."""
 
 
@@ -45,7 +43,7 @@ def verdict(kinds: Sequence[Configuration]) -> list[Finding]:
     for kind in kinds:
         about = "" if single else kind.label
         for check in (_early_warnings, _exceeded_bounds, _learning_remarks):
-            remarks += [Finding(level, about, text) for level, text in check(kind.runs)]
+            remarks += [replace(finding, about=about) for finding in check(kind.runs)]
     order = ("warning", "note", "good")
     return headlines + sorted(remarks, key=lambda remark: order.index(remark.level))
 
@@ -70,11 +68,12 @@ def _headline(kind: Configuration, about: str) -> Finding:
             f"Learned nothing in {steps}{seeds}: the rewards of every group were equal, so nothing"
             " was published. Look at the completions below for what the reward was given.",
         )
-    level, outcome = _outcome(runs)
-    return Finding(level, about, f"{outcome} in {steps}{seeds}. {_mismatch(runs)}".rstrip())
+    outcome = _outcome(runs)
+    text = f"{outcome.text} in {steps}{seeds}. {_mismatch(runs)}".rstrip()
+    return Finding(outcome.level, about, text)
 
 
-def _outcome(runs: Sequence[RecordedRun]) -> Remark:
+def _outcome(runs: Sequence[RecordedRun]) -> Finding:
     """Return whether the runs learned, by held-out accuracy or by reward.
 
     Accuracy counts if it was measured at least twice in every run, and no held-out reward was.
@@ -93,15 +92,15 @@ def _outcome(runs: Sequence[RecordedRun]) -> Remark:
     error = math.sqrt(variance / max(problems, 1))
     words = f"held-out accuracy from {before:.1%} to {after:.1%}"
     by_accuracy = _change(before, after, error, words, f"{100 * (after - before):+.1f} points")
-    if by_accuracy[0] == "note" and by_reward[0] == "good":
-        return (
-            "good",
-            f"{by_reward[1]}, with no change of {words}, which counts what --task.correct says,",
+    if by_accuracy.level == "note" and by_reward.level == "good":
+        text = (
+            f"{by_reward.text}, with no change of {words}, which counts what --task.correct says,"
         )
+        return Finding("good", "", text)
     return by_accuracy
 
 
-def _reward_outcome(runs: Sequence[RecordedRun]) -> Remark:
+def _reward_outcome(runs: Sequence[RecordedRun]) -> Finding:
     """Return whether the runs learned, by the reward of their first and last steps."""
     firsts = [m["reward"] for run in runs for m in _first(run)]
     lasts = [m["reward"] for run in runs for m in _last(run)]
@@ -120,13 +119,13 @@ def _change(
     error: float,
     words: str,
     difference: str,
-) -> Remark:
+) -> Finding:
     """Return in words whether a value changed by more than two standard errors."""
     if abs(after - before) <= 2 * error:
-        return "note", f"No change beyond noise: {words} ({difference})"
+        return Finding("note", "", f"No change beyond noise: {words} ({difference})")
     if after > before:
-        return "good", f"Learned: {words} ({difference})"
-    return "warning", f"Got worse: {words}"
+        return Finding("good", "", f"Learned: {words} ({difference})")
+    return Finding("warning", "", f"Got worse: {words}")
 
 
 def _mismatch(runs: Sequence[RecordedRun]) -> str:
@@ -138,68 +137,67 @@ def _mismatch(runs: Sequence[RecordedRun]) -> str:
     return f"Learner and sampler are {words} at the end."
 
 
-def _early_warnings(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
+def _early_warnings(runs: Sequence[RecordedRun]) -> Iterator[Finding]:
     """Yield the early warnings of all runs."""
     for run in runs:
         name = f" of {run.name}" if len(runs) > 1 else ""
         for warning in early_warnings(run.metrics):
-            yield "warning", f"At step {warning.step}{name}: {warning.text}."
+            yield Finding("warning", "", f"At step {warning.step}{name}: {warning.text}.")
 
 
-def _exceeded_bounds(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
+def _exceeded_bounds(runs: Sequence[RecordedRun]) -> Iterator[Finding]:
     """Yield a warning for each metric that is beyond its threshold at the end."""
     mean_abs = _mean_last(runs, "learn/mismatch/mean_abs")
-    if mean_abs is not None and mean_abs > APART:
+    if mean_abs is not None and mean_abs > MAX_MISMATCH:
         words = (
-            f"Mean |Δ log p| is {_nats(mean_abs)} at the end, above {APART}: sampler and learner"
-            " are two policies."
+            f"Mean |Δ log p| is {_nats(mean_abs)} at the end, above {MAX_MISMATCH}: sampler and"
+            " learner are two policies."
         )
-        yield "warning", words
+        yield Finding("warning", "", words)
     for field, bound, text in (
         (
             "learn/phantom_clipped",
-            PHANTOM,
+            MAX_PHANTOM_CLIPPED,
             "of tokens are clipped at the end for precision alone",
         ),
         (
             "learn/corrected",
-            CORRECTED,
+            MAX_CORRECTED,
             "of tokens have a mismatch weight that was capped or masked at the end",
         ),
         (
             "truncated",
-            TRUNCATED,
+            MAX_TRUNCATED,
             "of completions are cut off by rollout.max_new_tokens at the end",
         ),
-        ("error_tokens", ERRORS, "of tokens are improbable or in loops at the end"),
+        ("error_tokens", MAX_ERROR_TOKENS, "of tokens are improbable or in loops at the end"),
     ):
         share = _mean_last(runs, field)
         if share is not None and share > bound:
-            yield "warning", f"{share:.1%} {text} (above {bound:.0%})."
+            yield Finding("warning", "", f"{share:.1%} {text} (above {bound:.0%}).")
 
 
-def _learning_remarks(runs: Sequence[RecordedRun]) -> Iterator[Remark]:
+def _learning_remarks(runs: Sequence[RecordedRun]) -> Iterator[Finding]:
     """Yield remarks on steps and groups that taught nothing."""
     teaching = _mean_last(runs, "mixed_reward_groups")
-    if teaching is not None and teaching < TEACHING:
-        yield (
-            "note",
+    if teaching is not None and teaching < MIN_MIXED_GROUPS:
+        text = (
             f"Only {teaching:.1%} of groups have rewards that differ at the end: the task is nearly"
-            " solved, or out of reach.",
+            " solved, or out of reach."
         )
+        yield Finding("note", "", text)
     skipped = sum(m.get("learn/skipped", 0) for run in runs for m in run.metrics)
     if skipped:
         steps = _counted(skipped, "optimizer step was", "optimizer steps were")
-        yield "warning", f"{steps} left out because a gradient was not finite."
+        text = f"{steps} left out because a gradient was not finite."
+        yield Finding("warning", "", text)
     idle = sum(run.metrics[-1]["skipped_batches"] for run in runs)
     if idle:
-        yield (
-            "note",
-            (
-                f"{_counted(idle, 'batch', 'batches')} taught nothing: within every group all"
-                " rewards were equal."
-            ),
+        text = (
+            f"{_counted(idle, 'batch', 'batches')} taught nothing: within every group all rewards"
+            " were equal."
         )
+        yield Finding("note", "", text)
 
 
 def _nats(value: float) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from qarl.rollout.types import Completion, Group
+from qarl.rollout.types import LONGEST_PERIOD, Completion, Group
 
 IMPROBABLE = 1e-3
 """Probability below which a sampled token is improbable.
@@ -26,9 +26,6 @@ IMPROBABLE = 1e-3
 At temperature 1 such tokens are sampled as often as their probabilities add up to. The sum is small
 for a sound policy, and not for a broken one.
 """
-
-LONGEST_PERIOD = 8
-"""Tokens of the longest n-gram of a loop."""
 
 REPEATS = 4
 """Smallest number of rounds of a loop."""

@@ -10,6 +10,9 @@ from typing import Any
 
 from qarl.configs.schema.run import EvalConfig, RolloutConfig
 
+LONGEST_PERIOD = 8
+"""Tokens of the longest n-gram that counts as a loop if it is repeated."""
+
 
 @dataclass(frozen=True)
 class Prompt:

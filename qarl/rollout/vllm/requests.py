@@ -10,13 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from qarl.rollout.types import Prompt, Sampling
-
-_LONGEST_PERIOD = 8
-"""Longest period in tokens of a loop that is ended.
-
-The same as of loops that metrics count (`qarl.report.error_tokens`).
-"""
+from qarl.rollout.types import LONGEST_PERIOD, Prompt, Sampling
 
 
 def sampling_arguments(
@@ -54,7 +48,7 @@ def sampling_arguments(
 def loop_detection(limit: int) -> dict[str, int]:
     """Return vLLM's `repetition_detection` that ends a completion after `limit` repetitions."""
     return {
-        "max_pattern_size": _LONGEST_PERIOD,
+        "max_pattern_size": LONGEST_PERIOD,
         "min_pattern_size": 1,
         "min_count": limit,
     }
