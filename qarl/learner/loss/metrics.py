@@ -1,8 +1,7 @@
 """Metrics of a mini-batch's loss.
 
-To add a metric, add a field here, compute its value in `learner.loss.loss` (or in the learner), and
-add a line that shows it (qarl/report/dashboard.py). Adding up, averaging and writing follow from
-the field.
+To add a metric, add a field here and compute its value in `learner.loss.loss`, or in the learner.
+Adding up, averaging and writing follow from the field. CONTRIBUTING.md names its documentation.
 """
 
 from collections.abc import Mapping, Sequence
