@@ -69,7 +69,7 @@ KERNELS = {
 """Kernel, as `qarl schemes` names it, or purpose → the library that has it, a pattern of its
 functions' names.
 """
-OTHER_TRAINERS_OPTIONS = {
+MADE_AT_RUN_TIME = {
     "TritonInt8ScaledMMLinearKernel": "Triton, compiled at run time",
     "HummingLinearKernel": "Humming, compiled at run time",
     "HummingNvFp4LinearKernel": "Humming, compiled at run time",

@@ -42,7 +42,6 @@ OTHER_TRAINERS_OPTIONS = {
     "importance-sampling-level": "learner.objective.name",
     "kl-coef": "learner.kl.coefficient",
     "learning-rate": "learner.optimizer.lr",
-    "logging-steps": "every step is logged",
     "lora-r": "learner.lora.rank",
     "lora-target-modules": "learner.lora.targets",
     "loss-type": "learner.objective.name",
@@ -57,7 +56,6 @@ OTHER_TRAINERS_OPTIONS = {
     "num-train-epochs": "steps",
     "output-dir": "output",
     "per-device-train-batch-size": "rollout.prompts",
-    "processes": "it is one of qarl train and qarl plan",
     "report-to": "log",
     "ref-model": "learner.kl.name",
     "reward-funcs": "task.reward",
@@ -67,15 +65,21 @@ OTHER_TRAINERS_OPTIONS = {
     "temperature": "rollout.temperature",
     "train-dataset": "task.name",
     "use-peft": "learner.lora.name",
-    "use-vllm": "vLLM always samples",
     "warmup-ratio": "learner.optimizer.warmup_steps",
     "warmup-steps": "learner.optimizer.warmup_steps",
+}
+"""Option of another trainer, dashed → dotted path of the field that does the same.
+
+It is used only for suggestions.
+"""
+
+OPTIONS_WITHOUT_FIELD = {
+    "logging-steps": "every step is logged",
+    "processes": "it is one of qarl train and qarl plan",
+    "use-vllm": "vLLM always samples",
     "zero-stage": "several processes share masters, gradients and moments without it; omit it",
 }
-"""Name of an option in other trainers → dotted path of our field, or a remark if there is none.
-
-Names are dashed. They are used only for suggestions.
-"""
+"""Option of another trainer or of an earlier version, dashed → why there is no such field."""
 
 
 def flag_of(path: str) -> str:

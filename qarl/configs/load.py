@@ -14,7 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from qarl.configs.errors import ConfigError, InputError, SchemeError
-from qarl.configs.flags import FLAGS, OTHER_TRAINERS_OPTIONS, flag_of
+from qarl.configs.flags import FLAGS, OPTIONS_WITHOUT_FIELD, OTHER_TRAINERS_OPTIONS, flag_of
 from qarl.configs.schema.base import (
     Choice,
     PathText,
@@ -322,21 +322,34 @@ def _suggestion(name: str, written: Callable[[str], str], listing: str) -> str:
 
     written: formats a field's dotted path.
     """
-    known = field_paths()
     leaf = name.rpartition(".")[2]
-    elsewhere = OTHER_TRAINERS_OPTIONS | FLAGS
-    fields = elsewhere | {path: path for path in known}
     dashed = [part.replace("_", "-") for part in (name, leaf)]
-    near = (
-        [word for word in dashed if word in elsewhere]
-        or difflib.get_close_matches(name, fields, n=1, cutoff=0.7)
-        or [path for path in known if path.rpartition(".")[2] == leaf]
-        or difflib.get_close_matches(name, fields, n=1)
-    )
-    if not near:
-        return f"; {listing}"
-    field = fields[near[0]]
-    return f" ({field})" if " " in field else f"; did you mean {written(field)}?"
+    for word in dashed:
+        if word in OPTIONS_WITHOUT_FIELD:
+            return f" ({OPTIONS_WITHOUT_FIELD[word]})"
+    field = _nearest_field(name, leaf, dashed)
+    return f"; did you mean {written(field)}?" if field else f"; {listing}"
+
+
+def _nearest_field(name: str, leaf: str, dashed: list[str]) -> str | None:
+    """Return the dotted path of the field that an unknown name probably means, or None.
+
+    leaf: the name's last part. dashed: name and leaf with dashes for underscores.
+    """
+    known = field_paths()
+    options = OTHER_TRAINERS_OPTIONS | FLAGS
+    for word in dashed:
+        if word in options:
+            return options[word]
+    fields = options | {path: path for path in known}
+    for word in difflib.get_close_matches(name, fields, n=1, cutoff=0.7):
+        return fields[word]
+    for path in known:
+        if path.rpartition(".")[2] == leaf:
+            return path
+    for word in difflib.get_close_matches(name, fields, n=1):
+        return fields[word]
+    return None
 
 
 def set_field(tree: dict[str, Any], path: str, value: Any) -> None:

@@ -9,7 +9,7 @@ import yaml
 
 from qarl.configs.errors import ConfigError, disk_error
 from qarl.configs.files import written_aside
-from qarl.configs.flags import FLAGS, OTHER_TRAINERS_OPTIONS
+from qarl.configs.flags import FLAGS, OPTIONS_WITHOUT_FIELD, OTHER_TRAINERS_OPTIONS
 from qarl.configs.functions import FunctionKind, load_function
 from qarl.configs.load import (
     config_file,
@@ -256,8 +256,9 @@ def test_wrong_values_are_quoted(overrides: dict[str, str], named: str):
 
 
 def test_names_of_other_trainers_lead_to_fields():
-    assert {path for path in OTHER_TRAINERS_OPTIONS.values() if " " not in path} <= {*field_paths()}
-    assert not {*OTHER_TRAINERS_OPTIONS} & {*FLAGS}
+    assert {*OTHER_TRAINERS_OPTIONS.values()} <= {*field_paths()}
+    assert not {*OTHER_TRAINERS_OPTIONS, *OPTIONS_WITHOUT_FIELD} & {*FLAGS}
+    assert not {*OTHER_TRAINERS_OPTIONS} & {*OPTIONS_WITHOUT_FIELD}
 
 
 STOP_TEXTS = [

@@ -169,7 +169,7 @@ def test_wheel_has_code_for_the_kernels_that_are_chosen(capability: tuple[int, i
             except (NotImplementedError, ValueError):  # no kernel: `support` refuses the scheme
                 continue
             name = chosen.partition(",")[0]
-            if name in script["OTHER_TRAINERS_OPTIONS"] or not name.endswith("Kernel"):
+            if name in script["MADE_AT_RUN_TIME"] or not name.endswith("Kernel"):
                 continue
             kernel = script["SAME_CODE"].get(name, name)
             assert record[kernel]["{}.{}".format(*capability)], (scheme.name, chosen)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-OTHER_TRAINERS_OPTIONS = "qarl.integrations."
+INTEGRATIONS = "qarl.integrations."
 """Modules that need other trainers' libraries, which few machines have."""
 LIBRARIES = [
     "numba",
@@ -98,9 +98,7 @@ def import_everything() -> None:
     prepare_environment()
     with no_threads():
         for module in pkgutil.walk_packages(["qarl"], "qarl."):
-            if not module.name.endswith("__main__") and not module.name.startswith(
-                OTHER_TRAINERS_OPTIONS
-            ):
+            if not module.name.endswith("__main__") and not module.name.startswith(INTEGRATIONS):
                 importlib.import_module(module.name)
         import_libraries()
 
