@@ -246,11 +246,12 @@ def test_servers_are_a_number_or_addresses():
     for value, message in cases(__file__, "addresses"):
         with pytest.raises(ConfigError, match=message):
             load_config(None, {"rollout.servers": value})
-    for name, value in (("server_folder", "/x"), ("server_transfer", "http")):
+    options = (("server_folder", "/x"), ("server_transfer", "http"), ("server_seconds", 9.5))
+    for name, value in options:
         with pytest.raises(
             ConfigError, match=rf"rollout\.{name} {value} is for sampling on servers"
         ):
-            load_config(None, {f"rollout.{name}": value})
+            load_config(None, {f"rollout.{name}": str(value)})
 
 
 @pytest.mark.parametrize(

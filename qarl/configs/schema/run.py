@@ -214,6 +214,7 @@ class RolloutConfig(Section):
                 "server_folder",
                 "server_transfer",
                 "server_full_every",
+                "server_seconds",
                 "max_staleness",
             ):
                 if getattr(self, name) != type(self).model_fields[name].default:
