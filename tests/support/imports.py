@@ -55,8 +55,10 @@ def import_libraries() -> None:
     from vllm.platforms import current_platform
 
     from qarl.quant.kernels.vllm_cpu import register_triton_forms_once
+    from qarl.quant.runtime.llvmlite_repair import repair
 
     if current_platform.is_cpu():
+        repair()  # registering reads the attributes of all modules
         register_triton_forms_once()
         current_platform.register_triton_kernel_overrides()
     _shrink_caches()
