@@ -291,7 +291,11 @@ def _read(body: Any) -> tuple[Request, int | None]:
         if not messages:
             raise ChatError("messages is empty; begin with what the policy is asked")
         tools = list(body.get("tools") or ())
-        limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        limit = body.get("max_completion_tokens")
+        if limit is None:
+            limit = body.get("max_tokens")
+        if limit is not None and int(limit) < 1:
+            raise ChatError(f"max_tokens {limit!r} must be at least 1, or omitted")
         return (messages, tools), None if limit is None else int(limit)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ChatError(

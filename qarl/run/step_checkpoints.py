@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from qarl.configs.schema.run import RunConfig
 from qarl.evaluation.heldout import Heldout, heldout
+from qarl.report.early_warning import EarlyWarningError
 from qarl.report.metrics import read_until
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import say
@@ -74,12 +75,13 @@ class StepCheckpoints:
         """If an error of reward, engine, logger or task ends the block, write a checkpoint of the
         last step that was learned from, and raise the error again.
 
+        An early warning is no such error: the newest checkpoint stays that of before the sign.
         Nothing is written if a batch was learned from in part, nor by several processes, because
         some of them may not have met the error. A resumed run samples pending batches again.
         """
         try:
             yield self
-        except CheckpointError:
+        except (CheckpointError, EarlyWarningError):
             raise
         except Exception:
             step = self._position.step

@@ -14,7 +14,7 @@ from qarl.tasks.math import INSTRUCTION, math_checker, math_scorer
 from qarl.tasks.procedural import ReasoningGymTask
 from qarl.tasks.rewards import each, exact_answer, no_signal
 from qarl.tasks.rows import HUB, file_rows, hub_rows, is_table, short_name
-from qarl.tasks.scorers import checker_of, reward_of, tolerant
+from qarl.tasks.scorers import checker_of, judges_alone, reward_of, tolerant
 from qarl.tasks.signatures import is_async
 from qarl.tasks.table import Columns, Table, make_table
 from qarl.tasks.task import Task
@@ -56,7 +56,7 @@ def load_task(config: TaskConfig) -> Task:
     if config.reward is not None:
         scorer = reward_of(config.reward, name, config.time_limit, config.memory_limit)
         own_reward = tolerant(scorer, config.on_error)
-    source, reward, checker = _source(config, judged or ":" in f"{config.reward}")
+    source, reward, checker = _source(config, judged or judges_alone(config.reward))
     if config.correct is not None:
         checker = checker_of(config.correct, name, config.time_limit, config.memory_limit)
     elif isinstance(source, Table) and source.columns.answer is None:

@@ -4,6 +4,7 @@ Shipped ones have a name; a person's are functions in a file or module.
 """
 
 import logging
+import math
 import re
 import sys
 import time
@@ -89,6 +90,18 @@ def reward_of(
     return sums
 
 
+def judges_alone(words: str | None) -> bool:
+    """Return whether a reward's terms are all functions of a person's own, which need no answers.
+
+    words: the configured text; None for the task's own reward. QaRL's rewards compare with answers,
+    whether their short names or their modules are given.
+    """
+    if words is None:
+        return False
+    specs = [_term(part.strip())[0] for part in words.split(",")]
+    return all(":" in spec and not spec.startswith("qarl.") for spec in specs)
+
+
 def tolerant(scorer: Scorer, on_error: str) -> Scorer:
     """Return a reward that handles failures as `task.on_error` says.
 
@@ -156,11 +169,11 @@ def _term(text: str) -> tuple[str, float]:
         return text, 1.0
     with suppress(ValueError):
         weight = float(parts["weight"])
-        if weight != 0:
+        if weight != 0 and math.isfinite(weight):
             return parts["spec"].strip(), weight
     raise TaskError(
-        f"reward {text!r}: the weight {parts['weight']!r} must be a number that is not 0, as in"
-        " mine.py:reward=0.5"
+        f"reward {text!r}: the weight {parts['weight']!r} must be a finite number that is not 0, as"
+        " in mine.py:reward=0.5"
     )
 
 

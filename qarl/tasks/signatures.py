@@ -299,19 +299,20 @@ def _columns(
 ) -> dict[str, Any]:
     """Return a batch's arguments as TRL passes them.
 
-    Completions are chats if problems are (`Problem.messages`), else texts. The problems' columns
-    are lists. Raises `SignatureError` if the function needs a column that no problem has.
+    A completion is a chat if its problem is one (`Problem.messages`), else text. The problems'
+    columns are lists. Raises `SignatureError` if the function needs a column that no problem has.
     """
     problems = [response.problem for response in responses]
-    chat = bool(problems[0].messages)
     names = dict.fromkeys(name for problem in problems for name in problem.metadata)
     columns: dict[str, Any] = {}
     for name in names:
         columns[name] = [problem.metadata.get(name) for problem in problems]
     columns |= {
-        "prompts": [problem.chat if chat else problem.question for problem in problems],
+        "prompts": [problem.chat if problem.messages else problem.question for problem in problems],
         "completions": [
-            [{"role": "assistant", "content": response.text}] if chat else response.text
+            [{"role": "assistant", "content": response.text}]
+            if response.problem.messages
+            else response.text
             for response in responses
         ],
         "completion_ids": [list(response.token_ids) for response in responses],

@@ -128,6 +128,7 @@ def test_requests_an_agent_cannot_make_are_refused(tokenizer: Any):
             ]
         },
         "messages is empty": {"messages": []},
+        "max_tokens 0 must be at least 1": {"messages": CHAT, "max_tokens": 0},
         "not a request": {"messages": [{"content": "q?"}]},
         "does not continue": {
             "messages": [CHAT[0], {"role": "user", "content": "other"}, said, ASKED]

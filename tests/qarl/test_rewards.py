@@ -32,7 +32,7 @@ from qarl.tasks import (
 )
 from qarl.tasks.base import Failure
 from qarl.tasks.rewards import exact_answer, exact_reward, last_box
-from qarl.tasks.scorers import in_this_process
+from qarl.tasks.scorers import in_this_process, judges_alone
 from qarl.tasks.task import Task
 from qarl.tasks.worker import Job
 from qarl.tasks.workers import Worker
@@ -302,6 +302,22 @@ def test_an_awaited_call_that_takes_too_long_fails_alone(questions: Path):
     assert rewards(task, "7", "8", "7") == [1.0, None, 1.0]
 
 
+@pytest.mark.parametrize(
+    ("reward", "alone"),
+    [
+        (None, False),
+        ("exact", False),
+        ("qarl.tasks:exact_reward", False),
+        ("exact, mine.py:f=0.1", False),
+        ("mine.py:f", True),
+        ("mine.py:f=1, package.module:g=0.5", True),
+    ],
+)
+def test_only_functions_of_ones_own_need_no_answers(reward: str | None, alone: bool):
+    """Contract: QaRL's rewards compare with answers, under whatever name they are asked for."""
+    assert judges_alone(reward) is alone
+
+
 def test_trls_chats_are_messages(questions: Path):
     """TRL's documentation says: if a prompt is a chat, completions are."""
     code = (
@@ -311,6 +327,16 @@ def test_trls_chats_are_messages(questions: Path):
     code += "    return [float(c[0]['content'] == '7') for c in completions]"
     assert rewards(here(questions, code), "7", "8", problem=CHAT) == [1.0, 0.0]
     assert rewards(here(questions, code), "7", problem=CHAT) == [1.0]
+
+
+def test_trls_rewards_see_each_problem_in_its_own_form(questions: Path):
+    """Contract: chats among questions that are text change neither's form, in any order."""
+    code = "def f(completions, **_):\n    return [float(isinstance(c, str)) for c in completions]"
+    task = here(questions, code)
+    text = task.problems("train", 0, 1, 0)[0]
+    for problems in ((text, CHAT), (CHAT, text)):
+        responses = [Response(problem, "7") for problem in problems]
+        assert task.rewards(responses) == [float(not problem.messages) for problem in problems]
 
 
 def test_several_rewards_with_weights(questions: Path):
@@ -390,8 +416,14 @@ UNUSABLE_REWARDS = [
     pytest.param(
         "mine.py:f=much",
         "",
-        "the weight 'much' must be a number that is not 0, as in mine.py:reward=0.5",
+        "the weight 'much' must be a finite number that is not 0, as in mine.py:reward=0.5",
         id="the-weight-much-must",
+    ),
+    pytest.param(
+        "mine.py:f=inf",
+        "def f(problem, text): return 1.0",
+        "the weight 'inf' must be a finite number",
+        id="the-weight-inf-must",
     ),
 ]
 

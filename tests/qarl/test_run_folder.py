@@ -16,7 +16,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
@@ -35,6 +35,7 @@ from qarl.learner.processes import Processes
 from qarl.preflight.disk import check_disk, export_bytes, exports_of
 from qarl.preflight.files import check_new_folder
 from qarl.report import run_folder
+from qarl.report.early_warning import EarlyWarning, EarlyWarningError
 from qarl.report.metrics import metrics_writer
 from qarl.report.run_folder import RunFolder
 from qarl.run.export_note import export_note
@@ -43,6 +44,7 @@ from qarl.run.prompts import open_prompter
 from qarl.run.session import Position
 from qarl.run.step_checkpoints import StepCheckpoints
 from qarl.start import RunStart
+from qarl.tasks import RewardError
 from qarl.tasks.load import load_task
 from tests.support import Policies
 from tests.support.engines import disturb, make_model
@@ -383,6 +385,24 @@ def test_the_best_policy_by_accuracy_is_exported(random_policy: Policies, tmp_pa
         assert written["step"] == best
         assert written.get("digest") == (best and digests[best - 1])
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["export-best"]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_an_early_warning_leaves_the_checkpoint_of_before_it(stopped: bool, tmp_path: Path):
+    """Contract: another error of the run, such as a reward's, writes one of the last step."""
+    config = load_config(config_file("tiny-qwen3"), {})
+    learner = SimpleNamespace(processes=Processes(), batch_complete=True)
+    checkpoints = StepCheckpoints(
+        config, RunFolder(tmp_path), cast("Any", SimpleNamespace(learner=learner)), Position(step=3)
+    )
+    checkpoints._write = written = Mock()
+    error = EarlyWarningError([EarlyWarning("reward", 3, "the reward fell")])
+    with (
+        pytest.raises(EarlyWarningError if stopped else RewardError),
+        checkpoints.checkpoint_on_error(),
+    ):
+        raise error if stopped else RewardError("it failed")
+    assert written.called is not stopped
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EBADF])

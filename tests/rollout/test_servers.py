@@ -517,6 +517,8 @@ def test_replicas_have_devices_of_their_own():
     assert visible_devices(1, 2, {ON_CPU: "1"}) == {}
     with pytest.raises(EngineError, match="start fewer"):
         visible_devices(2, 2, cuda)
+    with pytest.raises(EngineError, match="names 0"):
+        visible_devices(0, 1, {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def test_a_version_is_whole_or_absent_and_in_its_own_folder(tmp_path: Path):

@@ -140,7 +140,11 @@ def check_operators(model: LowBitModel, sequences: Sequence[Sequence[int]]) -> O
 
 def _about_dtypes(error: Exception) -> bool:
     """Return whether vLLM or torch says by this error that a kernel has no float32."""
-    words = re.compile(r"float32|bfloat16|BF16|half|'Float'|::Float\b|\bdtypes?\b", re.IGNORECASE)
+    if isinstance(error, AttributeError | NameError):  # a fault of code, whatever its names
+        return False
+    words = re.compile(
+        r"float32|bfloat16|BF16|\bhalf\b|'Float'|::Float\b|\bdtypes?\b", re.IGNORECASE
+    )
     return isinstance(error, NotImplementedError) or bool(words.search(str(error)))
 
 

@@ -295,7 +295,7 @@ def visible_devices(
     own = range(number * devices, (number + 1) * devices)
     names = [str(device) for device in range(own.stop)]
     if named is not None:
-        names = named.split(",")
+        names = [name for name in named.split(",") if name.strip()]
     if own.stop > len(names):
         raise EngineError(
             f"replica {number} of {devices} GPUs each has none left: CUDA_VISIBLE_DEVICES names"
