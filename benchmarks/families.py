@@ -3,6 +3,9 @@
 python -m benchmarks.families [NAME …] [--schemes w4a16,w8a8] [--dtype bfloat16] [--json FILE]
 python -m benchmarks.families --commands [NAME …]     what the commands do, `family_commands`
 
+With `--commands` a FILE of `--json` is written after every family, and families that it already
+has in this scheme and dtype are not run again. So a table of hours can be made in parts.
+
 For each family and scheme vLLM starts on the exported codes, is audited, takes another version of
 them, and samples. Three things are measured:
 
@@ -18,6 +21,7 @@ them, and samples. Three things are measured:
 import argparse
 import copy
 import dataclasses
+import json
 import os
 import shutil
 import sys
@@ -465,6 +469,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "n_mamba_heads": 32,
             "mamba_d_state": 64,
             "mamba_ngroups": 1,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
             "time_step_min": 1e-30,
         },
     ),
@@ -730,32 +736,62 @@ def _compare(
     return float(cosine), float(relative_error)
 
 
-def _through_commands(names: list[str], scheme: str, dtype: str) -> list[dict[str, Any]]:
-    """Print and return a row of each family, or of every architecture that vLLM registers."""
+def _through_commands(
+    names: list[str], scheme: str, dtype: str, file: str | None
+) -> list[dict[str, Any]]:
+    """Print and return a row of each family, or of every architecture that vLLM registers.
+
+    file: record that is written after each row, and whose rows are not measured again.
+    """
     os.environ["OMP_NUM_THREADS"] = "1"  # forks inherit no threads
-    rows = []
+    rows = _rows_of(file, scheme, dtype)
     classes = registered()
     others = sorted({*classes.values()} - {kind for kind, _ in FAMILIES.values()} - {""})
+    done = {row["family"] for row in rows}
     for name in names or [*FAMILIES, *others]:
+        if name in done:
+            continue
+        row: dict[str, Any] = {"family": name, "scheme": scheme, "dtype": dtype}
         with tempfile.TemporaryDirectory() as folder:
             try:
                 write_model(name, Path(folder))
             # a class has settings that belong together
             except Exception as error:
-                row = {"family": name, "outcome": "not made", "reason": f"{error}"}
+                row |= {"outcome": "not made", "reason": f"{type(error).__name__}: {error}"}
             else:
                 rules = RULES.get(name, ()) if scheme != "bf16" else ()
-                row = through_commands(name, Path(folder), scheme, dtype, rules)
+                row |= through_commands(name, Path(folder), scheme, dtype, rules)
         rows.append(row)
         print_row(row)
+        _write(file, rows)
     if not names:
-        without = [name for name, kind in classes.items() if not kind]
         rows += [
-            {"family": name, "outcome": "refused", "reason": "transformers has no such class"}
-            for name in without
+            {
+                "family": name,
+                "scheme": scheme,
+                "dtype": dtype,
+                "outcome": "refused",
+                "reason": "transformers has no such class",
+            }
+            for name, kind in classes.items()
+            if not kind and name not in done
         ]
+        _write(file, rows)
     table(rows)
     return rows
+
+
+def _rows_of(file: str | None, scheme: str, dtype: str) -> list[dict[str, Any]]:
+    """Return the rows of a record that are in this scheme and dtype; [] if there is none."""
+    if file is None or not Path(file).is_file():
+        return []
+    rows = json.loads(Path(file).read_text(encoding="utf-8"))["data"]
+    return [row for row in rows if (row["scheme"], row["dtype"]) == (scheme, dtype)]
+
+
+def _write(file: str | None, rows: list[dict[str, Any]]) -> None:
+    """Write the record of these rows, unless `file` is None."""
+    write_json(file, record(sys.argv[1:], rows, "python -m benchmarks.families"))
 
 
 def main() -> int:
@@ -778,8 +814,8 @@ def main() -> int:
     parser.add_argument("--trace", action="store_true", help="print tracebacks of refusals")
     options = parser.parse_args()
     if options.commands:
-        rows = _through_commands(options.names, options.schemes.split(",")[0], options.dtype)
-        write_json(options.json, record(sys.argv[1:], rows, "python -m benchmarks.families"))
+        scheme = options.schemes.split(",")[0]
+        _through_commands(options.names, scheme, options.dtype, options.json)
         return 0
     rows = []
     for name in options.names or FAMILIES:
@@ -805,7 +841,7 @@ def main() -> int:
             print(f"{name:20} {scheme:8} {text}", flush=True)
             if "refused" in row:
                 break
-    write_json(options.json, record(sys.argv[1:], rows, "python -m benchmarks.families"))
+    _write(options.json, rows)
     return 0
 
 
