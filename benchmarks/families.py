@@ -465,7 +465,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "zamba2": (
         "Zamba2Config",
         {
-            "layers_block_type": ["mamba", "hybrid", "mamba"],
+            "num_hidden_layers": 6,
+            "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "hybrid", "hybrid"],
+            "num_mem_blocks": 2,
+            "use_shared_attention_adapter": True,
+            "use_mem_rope": True,
             "n_mamba_heads": 32,
             "mamba_d_state": 64,
             "mamba_ngroups": 1,

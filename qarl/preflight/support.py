@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from qarl.configs.errors import ConfigError, ModelError
+from qarl.configs.errors import ConfigError, GraphError, ModelError, NoEngineModelError
 from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.quant.checkpoint.folder import DELTA_NETS, rounding_layers
@@ -96,7 +96,8 @@ def require_layers(config: RunConfig, model: PreTrainedModel, layers: LayerPlan)
 def require_engine_model(
     model: PreTrainedModel, dtype: torch.dtype, quantization: dict[str, Any] | None = None
 ) -> None:
-    """Raise `NoEngineModelError` with vLLM's reason if it has no such model on this machine.
+    """Raise `NoEngineModelError` with vLLM's reason if it has no such model on this machine, or if
+    its class does not heed a setting of the model's.
 
     A model that it has is cached on disk as an answer.
 
@@ -111,11 +112,26 @@ def require_engine_model(
     question = {"config": hashlib.sha256(settings.encode()).hexdigest(), "dtype": str(dtype)}
     if read_answer("engine model", question):
         return
-    from qarl.quant.graph.skeleton import build_skeleton
+    if quantization is None:
+        _require_loadable(model, dtype)
+    else:
+        from qarl.quant.graph.skeleton import build_skeleton
 
-    device = torch.device("cpu")
-    build_skeleton(model.config, type(model).__name__, quantization, dtype, device)
+        device = torch.device("cpu")
+        build_skeleton(model.config, type(model).__name__, quantization, dtype, device)
     keep_answer("engine model", question, True)
+
+
+def _require_loadable(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Raise `NoEngineModelError` if vLLM has no model that is this one, in the compute dtype."""
+    from qarl.quant.model.engine_model import checkpoint_tensors, engine_model
+
+    try:
+        engine_model(model, checkpoint_tensors(model, weight_shapes(model)), dtype)
+    except NoEngineModelError:
+        raise
+    except GraphError:
+        pass  # vLLM runs it, and the learner can have transformers' operators
 
 
 def require_divisible(config: RunConfig, model: PreTrainedModel, layers: LayerPlan) -> None:

@@ -43,16 +43,21 @@ def plan_layers(
 def weight_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
     """Return checkpoint layer name → (O, I) of its weight.
 
-    `model` may be on the meta device. Raises `SchemeError` for fused experts of an unknown layout.
+    Layers that share a weight (blocks of Zamba2) have the first one's name. `model` may be on the
+    meta device. Raises `SchemeError` for fused experts of an unknown layout.
     """
     family = names_of(model.config)
     experts = dict(fused_experts(model))
     routers = set(router_names(model, experts))
     shapes: dict[str, tuple[int, int]] = {}
+    seen: set[int] = set()
     module: Any
     for name, module in model.named_modules():
         written = family.checkpoint_name(name)
         if isinstance(module, nn.Linear) or name in routers:
+            if id(module.weight) in seen:
+                continue
+            seen.add(id(module.weight))
             rows, columns = module.weight.shape
             shapes[written] = (rows, columns)
         elif name in experts:

@@ -6,14 +6,17 @@ and no table of ours names a family. Some models (gpt-oss) copy into parameters 
 recorded, too.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
+from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from qarl.configs.errors import GraphError
+from qarl.configs.errors import GraphError, NoEngineModelError
 from qarl.quant.graph.skeleton import Skeleton, quiet
 from qarl.quant.kernels.vllm import alone
 
@@ -38,9 +41,11 @@ def trace_loading(
     Args:
         skeleton: vLLM's model.
         shapes: checkpoint name → shape of each tensor.
-        in_order: also raise `GraphError` if loading changes values or their order.
+        in_order: also raise `GraphError` if loading changes values or their order, and
+            `NoEngineModelError` if vLLM's layers have other sizes.
     """
     taken: dict[tuple[str, str], list[tuple[Any, str]]] = {}
+    rows: Counter[tuple[str, str]] = Counter()
     copied: set[tuple[str, str]] = set()
     # Several modules may hold one tensor: a router's bias, tied weights.
     holders: dict[int, list[tuple[str, str]]] = {}
@@ -60,6 +65,7 @@ def trace_loading(
                 if loaded is not None:
                     shard = next(iter(args[2:]), named.get("shard_id"))
                     taken.setdefault(key, []).append((shard, loaded.source))
+                    rows[key] += loaded.shape[0] if loaded.ndim else 1
             return True
 
         return load
@@ -93,7 +99,32 @@ def trace_loading(
         reason = f"{type(error).__name__}: {error}"
         raise GraphError(f"vLLM's {kind} loads no checkpoint of such names: {reason}") from error
     sources = {key: [name for _, name in _in_order(parts)] for key, parts in taken.items()}
+    if in_order:
+        _refuse_other_sizes(skeleton.module, sources, rows)
     return Loading(sources, frozenset(copied))
+
+
+def _refuse_other_sizes(
+    model: nn.Module,
+    sources: Mapping[tuple[str, str], list[str]],
+    rows: Mapping[tuple[str, str], int],
+) -> None:
+    """Raise `NoEngineModelError` if vLLM loads other rows into a linear layer than that has.
+
+    vLLM's class then ignores a setting of config.json.
+
+    sources: see `Loading`. rows: rows that are loaded into each parameter.
+    """
+    kind = type(model).__name__
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")
+        loaded = rows.get((name, "weight"), 0)
+        if isinstance(module, LinearBase) and weight is not None and loaded not in (0, len(weight)):
+            raise NoEngineModelError(
+                f"vLLM's {kind} has {len(weight)} rows in {name!r}, and this model {loaded}, in"
+                f" {', '.join(sources[name, 'weight'])}: vLLM does not heed a setting in"
+                " config.json here (of heads, or tie_word_embeddings); take a model of those sizes"
+            )
 
 
 def _storage(tensor: torch.Tensor) -> int:

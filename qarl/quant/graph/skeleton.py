@@ -22,8 +22,14 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.model_loader.utils import initialize_model
-from vllm.model_executor.models.registry import ModelRegistry, _RegisteredModel
+from vllm.model_executor.models.registry import (
+    _PREVIOUSLY_SUPPORTED_MODELS,
+    ModelRegistry,
+    _RegisteredModel,
+)
+from vllm.platforms import current_platform
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from qarl.configs.errors import NoEngineModelError
@@ -37,6 +43,15 @@ from qarl.quant.runtime.replaced import replaced
 _SMALL = 1 << 16
 """Upper bound on the elements of a tensor with memory: cosines of few positions, correction biases,
 sinks. Larger ones are on the meta device.
+"""
+
+
+_GPU_LAYERS = {
+    "KimiLinearForCausalLM": "delta nets (KDA)",
+    "OlmoHybridForCausalLM": "gated delta nets",
+}
+"""Architecture → layers of it for which vLLM 0.32 has Triton kernels alone. On a CPU it fails on
+something else before it reaches them.
 """
 
 
@@ -87,6 +102,7 @@ def build_skeleton(
             (Path(folder) / "config.json").write_text(json.dumps(written))
             (architecture,) = written["architectures"]
             skeleton = skeleton_of(Path(folder), architecture, dtype, device)
+            _refuse_missing_kernels(skeleton.module)
     except Exception as error:
         if quantization is not None:
             raise NoEngineModelError(
@@ -95,9 +111,10 @@ def build_skeleton(
                 " by a rule (quantization.layers, 'PATTERN=bf16')"
             ) from error
         raise NoEngineModelError(
-            f"vLLM does not run {architecture} on this machine: {_reason(error)}; take another"
-            " model, or sample by servers on a machine whose vLLM runs it (rollout.servers), with"
-            " learner.operators 'transformers', whose log-probs agree up to rounding"
+            f"vLLM does not run {architecture} on this machine: {_why(architecture, error)}; take"
+            " another model, or sample by servers on a machine whose vLLM runs it"
+            " (rollout.servers), with learner.operators 'transformers', whose log-probs agree up to"
+            " rounding"
         ) from error
     # An engine in this process would have chosen already.
     if not ir.ops.rms_norm.get_priority():
@@ -127,6 +144,32 @@ def skeleton_of(
     with alone(), own_rotary, set_default_torch_dtype(dtype), device, _LargeOnMeta():
         module = initialize_model(config)
     return Skeleton(module.eval(), config)
+
+
+def _refuse_missing_kernels(model: nn.Module) -> None:
+    """Raise `ValueError` for layers that vLLM builds on CPUs although it cannot compute them."""
+    if current_platform.is_cpu() and any(isinstance(m, MambaMixer) for m in model.modules()):
+        raise ValueError(
+            "its Mamba-1 layers compute a prompt by a kernel (selective_scan_fwd) that vLLM has for"
+            " GPUs alone"
+        )
+
+
+def _why(architecture: str, error: Exception) -> str:
+    """Return why vLLM does not build a model on this machine, in words that name the model's part
+    where vLLM's own reason names another one.
+    """
+    if current_platform.is_cpu() and architecture in _GPU_LAYERS:
+        return f"its {_GPU_LAYERS[architecture]} have kernels for GPUs alone"
+    until = _PREVIOUSLY_SUPPORTED_MODELS.get(architecture)
+    if until is not None:
+        return f"vLLM supported it until {until}, and no longer does"
+    if architecture not in ModelRegistry.models:
+        return (
+            "it has no class of that name, and its general class for models of transformers does"
+            f" not take this one: {_reason(error)}"
+        )
+    return _reason(error)
 
 
 def _reason(error: Exception) -> str:

@@ -5,7 +5,7 @@ linear layers become low-bit layers, even if transformers has a module of its ow
 (routers); everything else becomes a copy.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from qarl.configs.errors import GraphError
+from qarl.configs.errors import GraphError, NoEngineModelError
 from qarl.quant.checkpoint.families import fused_experts, is_gpt_oss, names_of
 from qarl.quant.checkpoint.whole import whole_of
 from qarl.quant.graph.graph import Graph, Masters
@@ -40,7 +40,8 @@ def engine_model(
 ) -> EngineModel:
     """Return vLLM's modules for this model.
 
-    Raises `GraphError` if vLLM has no such model.
+    Raises `GraphError` if vLLM has no such model, and `NoEngineModelError` if it has none on this
+    machine, or has one of other sizes.
 
     Args:
         model: the model of masters.
@@ -51,6 +52,7 @@ def engine_model(
     architecture = type(model).__name__ if whole is None else whole.architecture
     skeleton = build_skeleton(model.config, architecture, None, dtype, _device(model))
     sources = trace_loading(skeleton, tensors).sources
+    _refuse_shared_head(model, architecture, tensors, sources)
     biases: list[Any] = []  # correction biases of routers
     stacked = {}
     unusual = {}
@@ -121,6 +123,29 @@ def engine_model(
         heads=tuple(heads or embeddings[:1]),
         embedding=embeddings[0] if embeddings else "",
     )
+
+
+def _refuse_shared_head(
+    model: PreTrainedModel,
+    architecture: str,
+    tensors: Collection[str],
+    sources: Mapping[tuple[str, str], list[str]],
+) -> None:
+    """Raise `NoEngineModelError` if vLLM shares the output head with the embedding and the model
+    does not.
+
+    tensors: names in a checkpoint. sources: what vLLM loads into each parameter.
+    """
+    head = model.get_output_embeddings()
+    checkpoint_name = names_of(model.config).checkpoint_name
+    names = (checkpoint_name(name) for name, module in model.named_modules() if module is head)
+    weight = f"{next(names, '')}.weight"
+    if weight in tensors and all(weight not in loaded for loaded in sources.values()):
+        raise NoEngineModelError(
+            f"vLLM's {architecture} takes the input embedding for its output head whatever"
+            f" config.json says, and this model has another, {weight!r}; take a model whose"
+            " tie_word_embeddings is true and whose head is its embedding"
+        )
 
 
 def _experts_of(

@@ -128,7 +128,8 @@ def _engine_layers(
     multiplied = {layer for layers in engine.stacked.values() for layer in layers}
     head = _output_head(model, family)
     linear_names = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
-    missing = sorted(linear_names - multiplied - {head})
+    own = {name for name in linear_names if f"{name}.weight" in parameters}
+    missing = sorted(own - multiplied - {head})  # blocks may share their layers (Zamba2)
     if missing:
         raise GraphError(
             f"the engine's {engine.architecture} does not multiply {missing[0]!r}, which the"
@@ -240,15 +241,20 @@ def _output_head(model: PreTrainedModel, family: Family) -> str:
 def _replace_linears(
     model: nn.Module, family: Family, plan: LayerPlan, context: LayerContext
 ) -> dict[str, LowBitLinear]:
-    """Replace every `nn.Linear` of the model and return the new layers by checkpoint name."""
-    layers = {}
+    """Replace every `nn.Linear` of the model and return the new layers by checkpoint name.
+
+    Modules that share a weight get one layer, by the first one's name.
+    """
+    layers: dict[str, LowBitLinear] = {}
+    names: dict[int, str] = {}
     for name, linear in list(model.named_modules()):
         if isinstance(linear, nn.Linear):
             assert isinstance(linear.weight, nn.Parameter)
-            layer = family.checkpoint_name(name)
-            layers[layer] = LowBitLinear(
-                layer, linear.weight, linear.bias, plan.schemes[layer], context
-            )
+            layer = names.setdefault(id(linear.weight), family.checkpoint_name(name))
+            if layer not in layers:
+                layers[layer] = LowBitLinear(
+                    layer, linear.weight, linear.bias, plan.schemes[layer], context
+                )
             model.set_submodule(name, layers[layer])
     return layers
 
