@@ -1,5 +1,6 @@
-"""Tests of short convolutions and Mamba-2 layers: vLLM's values by token and batch, and gradients
-against transformers. tests/engine/test_families.py compares with what an engine samples.
+"""Tests of layers with a state (gated delta nets, Mamba-2, short convolutions): vLLM's values by
+token and batch, and gradients against transformers. tests/engine/test_families.py compares with
+what an engine samples.
 """
 
 from collections.abc import Sequence
@@ -7,19 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import GraniteMoeHybridConfig, Lfm2Config
+from torch import Tensor, nn
+from transformers import GraniteMoeHybridConfig, Lfm2Config, Qwen3NextConfig
 from transformers.models.granitemoehybrid.modeling_granitemoehybrid import (
     GraniteMoeHybridMambaLayer,
 )
 from transformers.models.lfm2.modeling_lfm2 import Lfm2ShortConv
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from qarl.configs.errors import GraphError, QarlError
 from qarl.configs.load import load_config
 from qarl.preflight.support import require_states
-from qarl.quant.graph import convolution, mamba2
+from qarl.quant.graph import convolution, delta_net, mamba2
 from qarl.quant.graph.convolution import SHORT_CONVOLUTION
-from qarl.quant.graph.packing import Sequences, pack, prefilled_tokens
+from qarl.quant.graph.packing import Sequences, known, pack, pack_prompts, prefilled_tokens
 from qarl.quant.graph.skeleton import build_skeleton
 from qarl.quant.graph.states import Recurrence
 from qarl.quant.kernels.row_independence import on_threads
@@ -47,6 +49,24 @@ HYBRID = GraniteMoeHybridConfig(
     max_position_embeddings=256,
     position_embedding_type="rope",
 )
+DELTA_NETS = Qwen3NextConfig(
+    vocab_size=96,
+    hidden_size=64,
+    num_hidden_layers=2,
+    layer_types=["linear_attention", "full_attention"],
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=32,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=64,
+    linear_value_head_dim=64,
+    num_experts=2,
+    num_experts_per_tok=1,
+    moe_intermediate_size=64,
+    shared_expert_intermediate_size=64,
+    max_position_embeddings=256,
+)
 CONVOLUTIONS = Lfm2Config(
     vocab_size=96,
     hidden_size=CHANNELS,
@@ -65,15 +85,29 @@ def mixer() -> Any:
     return skeleton.module.get_submodule("model.layers.0.mamba")
 
 
-@pytest.fixture(params=["short convolution", "Mamba-2"])
+@pytest.fixture(scope="module")
+def net() -> Any:
+    """vLLM's module of a gated delta net, without weights."""
+    kind = "Qwen3NextForCausalLM"
+    skeleton = build_skeleton(DELTA_NETS, kind, None, torch.bfloat16, torch.device("cpu"))
+    return skeleton.module.get_submodule("model.layers.0.linear_attn")
+
+
+@pytest.fixture(params=["short convolution", "wider convolution", "Mamba-2", "delta net"])
 def layer(request: pytest.FixtureRequest) -> tuple[Recurrence, list[int], list[tuple[int, ...]]]:
-    """A layer's recurrence, the columns of its input, and the shapes of its weights."""
-    if request.param == "short convolution":
-        return SHORT_CONVOLUTION, [3 * CHANNELS], [(CHANNELS, 1, 3), (CHANNELS,)]
-    mixer = request.getfixturevalue("mixer")
-    heads, channels = mixer.num_heads, mixer.conv_dim
-    shapes = [(channels, 1, 4), (channels,), (heads,), (heads,), (heads,)]
-    return mamba2.recurrence_of(mixer), [channels + heads], shapes
+    """A layer's recurrence, the columns of its inputs, and the shapes of its weights."""
+    if request.param.endswith("convolution"):
+        width = 3 if request.param.startswith("short") else 4
+        return SHORT_CONVOLUTION, [3 * CHANNELS], [(CHANNELS, 1, width), (CHANNELS,)]
+    if request.param == "Mamba-2":
+        mixer = request.getfixturevalue("mixer")
+        heads, channels = mixer.num_heads, mixer.conv_dim
+        shapes = [(channels, 1, 4), (channels,), (heads,), (heads,), (heads,)]
+        return mamba2.recurrence_of(mixer), [channels + heads], shapes
+    net = request.getfixturevalue("net")
+    heads, channels = net.num_v_heads, net.conv_dim
+    shapes = [(channels, 1, net.conv_kernel_size), (heads,), (heads,)]
+    return delta_net.recurrence_of(net), [channels, heads, heads], shapes
 
 
 def drawn(
@@ -84,7 +118,8 @@ def drawn(
     rows = [torch.randn(tokens, c, generator=generator).bfloat16() for c in columns]
     weights = [0.5 * torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
     if len(weights) > 2:
-        weights[2] = weights[2].float()
+        decay = 1 if len(weights) == 3 else 2  # of delta nets and Mamba-2
+        weights[decay] = weights[decay].float()
     return rows, weights
 
 
@@ -94,8 +129,9 @@ def test_a_token_has_the_same_bits_beside_other_sequences_and_on_one_thread(laye
     rows, weights = drawn(columns, shapes, sum(LENGTHS))
     together = recurrence.values(rows, weights, LENGTHS, PREFILLED)
     assert together.isfinite().all()
-    parts = zip(rows[0].split(LENGTHS), LENGTHS, PREFILLED, strict=True)
-    alone = [recurrence.values([part], weights, [n], [p]) for part, n, p in parts]
+    sequences = zip(*(t.split(LENGTHS) for t in rows), strict=True)
+    parts = zip(sequences, LENGTHS, PREFILLED, strict=True)
+    alone = [recurrence.values(part, weights, [n], [p]) for part, n, p in parts]
     assert torch.equal(together, torch.cat(alone))
     threads = on_threads(1, lambda: recurrence.values(rows, weights, LENGTHS, PREFILLED))
     assert torch.equal(together, threads)
@@ -122,7 +158,8 @@ def test_the_formula_is_near_the_engines_values(layer: Any):
     assert (engine - values).abs().mean() < 0.01 * values.abs().mean()
 
 
-def test_the_scan_is_its_recurrence():
+@pytest.mark.parametrize("kind", ["Mamba-2", "delta net"])
+def test_chunks_are_the_recurrence(kind: str):
     """Contract: values and all gradients, in fp64, at lengths that fill no chunk, one, and two."""
     for tokens in (1, 63, 64, 130):
         generator = seeded(tokens)
@@ -130,24 +167,45 @@ def test_the_scan_is_its_recurrence():
         def draw(*shape: int, generator=generator) -> Tensor:
             return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-        inputs = [draw(3, tokens, 16), draw(3, tokens, 8), draw(3, tokens, 8)]
-        inputs = [t.requires_grad_() for t in (*inputs, -draw(3, tokens).exp())]
+        decay = -draw(3, tokens).exp()
+        values = draw(3, tokens, 16)
+        keys, queries = draw(3, tokens, 8), draw(3, tokens, 8)
+        if kind == "Mamba-2":
+            functions = (mamba2.scan, scan)
+            inputs = [values, keys, queries, decay]
+        else:
+            functions = (delta_net.delta_rule, delta_rule)
+            keys, queries = (nn.functional.normalize(t, dim=-1) for t in (keys, queries))
+            inputs = [queries, keys, values, decay, draw(3, tokens).sigmoid()]
+        inputs = [t.requires_grad_() for t in inputs]
         weights = draw(3, tokens, 16)
         results = []
-        for function in (mamba2.scan, recurrence):
+        for function in functions:
             output = function(*inputs)
             results.append([output, *torch.autograd.grad((output * weights).sum(), inputs)])
         for ours, expected in zip(*results, strict=True):
             torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-11)
 
 
-def recurrence(x: Tensor, b: Tensor, c: Tensor, g: Tensor) -> Tensor:
+def scan(x: Tensor, b: Tensor, c: Tensor, g: Tensor) -> Tensor:
     """Return the outputs of Mamba-2's recurrence, token by token."""
     state = x.new_zeros(x.shape[0], x.shape[2], b.shape[2])
     outputs = []
     for t in range(x.shape[1]):
         state = state * g[:, t, None, None].exp() + torch.einsum("hp,hd->hpd", x[:, t], b[:, t])
         outputs.append(torch.einsum("hpd,hd->hp", state, c[:, t]))
+    return torch.stack(outputs, dim=1)
+
+
+def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """Return the outputs of the gated delta rule, token by token."""
+    state = q.new_zeros(q.shape[0], q.shape[2], v.shape[2])
+    outputs = []
+    for t in range(q.shape[1]):
+        state = state * g[:, t, None, None].exp()
+        error = v[:, t] - torch.einsum("hdu,hd->hu", state, k[:, t])
+        state = state + torch.einsum("hd,hu->hdu", k[:, t], beta[:, t, None] * error)
+        outputs.append(torch.einsum("hdu,hd->hu", state, q[:, t]))
     return torch.stack(outputs, dim=1)
 
 
@@ -167,6 +225,25 @@ def test_the_formula_of_mamba2_is_transformers_own(mixer: Any):
     gate, rest = projected.split([mixer.intermediate_size, mixer.conv_dim + mixer.num_heads], -1)
     scanned = mamba2.formula(mixer, [rest], trained[1:])
     ours = theirs.out_proj(theirs.norm(scanned, gate))
+    same_values_and_gradients(ours, theirs(hidden)[0], trained)
+
+
+def test_the_formula_of_delta_nets_is_transformers_own(net: Any):
+    """Contract: behind transformers' own projections, in fp32, the output and the gradients of
+    input, convolution, decay and bias are those of its module.
+    """
+    torch.manual_seed(0)
+    theirs = Qwen3NextGatedDeltaNet(DELTA_NETS, 0).float()
+    with torch.no_grad():
+        theirs.norm.weight.normal_(1.0, 0.1)
+        theirs.dt_bias.normal_()
+    hidden = torch.randn(1, 100, DELTA_NETS.hidden_size).requires_grad_()
+    trained = [hidden, theirs.conv1d.weight, theirs.A_log, theirs.dt_bias]
+    projected = theirs.in_proj_qkvz(hidden[0]), theirs.in_proj_ba(hidden[0])
+    *qkv, z, b, a = net.fix_query_key_value_ordering(*projected)
+    mixed = torch.cat([part.flatten(1) for part in qkv], dim=-1)
+    core = delta_net.formula(net, [mixed, b, a], trained[1:])
+    ours = theirs.out_proj(theirs.norm(core.flatten(0, 1), z.flatten(0, 1)).view(100, -1))
     same_values_and_gradients(ours, theirs(hidden)[0], trained)
 
 
@@ -213,23 +290,36 @@ def test_sharing_a_prompt_changes_no_value_and_sums_its_gradients(layer: Any):
     mask = (token >= prompt[:, None]) & (token < length[:, None])
     mask[0] = False
     prefilled = prefilled_tokens(mask, length)
+    assert prefilled.tolist() == [20, 7, 7]
     zero = torch.zeros(3, dtype=torch.int64)
     shared = pack(length, 90, torch.tensor([0, 7, 7]), zero, prefilled)
     apart = pack(length, 90, zero, zero, prefilled)
-    (stored,), weights = drawn(columns, shapes, int(shared.kept.sum()))
+    stored, weights = drawn(columns, shapes, int(shared.kept.sum()))
     places = shared.places[apart.kept]
     results = []
     for packed, index in ((shared, None), (apart, places)):
-        leaf = stored.float().requires_grad_()
-        rows = (leaf if index is None else leaf[index]).bfloat16()
+        leaves = [t.float().requires_grad_() for t in stored]
+        rows = [(t if index is None else t[index]).bfloat16() for t in leaves]
         trained = [w.detach().requires_grad_() for w in weights]
-        output = recurrence(packed.sequences, [rows], trained)
+        output = recurrence(packed.sequences, rows, trained)
         whole = output if index is not None else output[places]
         loss = (whole.float() * torch.linspace(-1, 1, whole.numel()).view_as(whole)).sum()
-        results.append([whole, *torch.autograd.grad(loss, [leaf, *trained])])
+        results.append([whole, *torch.autograd.grad(loss, [*leaves, *trained])])
     assert torch.equal(results[0][0], results[1][0])
     for ours, expected in zip(results[0][1:], results[1][1:], strict=True):
         assert (ours - expected).float().norm() < 0.01 * expected.float().norm()
+
+
+def test_conversations_and_rows_without_a_mask_have_an_unknown_prompt():
+    sampled = torch.tensor(
+        [[False, True, True, False], [True, False, True, False], [False] * 4, [False, True] * 2]
+    )
+    prefilled = prefilled_tokens(sampled, torch.tensor([4, 4, 3, 5]))
+    assert prefilled.tolist() == [2, -1, 3, -1]
+    assert known(prefilled.tolist()) is None
+    assert known([2, 3]) == (2, 3)
+    assert Sequences.apart([3]).prefilled is None
+    assert pack_prompts(torch.tensor([4, 2]), 4).sequences.prefilled == (4, 2)
 
 
 @pytest.mark.parametrize(
@@ -247,12 +337,41 @@ def test_sharing_a_prompt_changes_no_value_and_sums_its_gradients(layer: Any):
             {"task.environment": "mine.py:Shop", "dtype": "float32"},
             "several turns.*short convolutions.*operators",
         ),
+        (DELTA_NETS, {}, ""),
+        (DELTA_NETS, {"rollout.servers": "[http://localhost:1]"}, "rollout.servers.*operators"),
+        (DELTA_NETS, {"task.environment": "mine.py:Shop"}, "several turns.*operators"),
+        (DELTA_NETS, {"task.rollout": "m.py:f", "learner.operators": "transformers"}, ""),
+        (DELTA_NETS, {"dtype": "float32"}, "'float32'.*set dtype to bfloat16"),
+        (
+            DELTA_NETS,
+            {"dtype": "float16", "learner.operators": "transformers"},
+            "set dtype to bfloat16",
+        ),
     ],
 )
 def test_a_run_that_could_not_be_exact_is_refused_by_name(
     model: Any, flags: dict[str, str], message: str
 ):
     config = load_config(None, {"model": "m", **flags})
+    if not message:
+        require_states(config, model)
+        return
+    with pytest.raises(QarlError, match=message):
+        require_states(config, model)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "message"),
+    [
+        (32, 64, "keys of 32 and values of 64.*need 64 or 128"),
+        (96, 96, "need 64 or 128"),
+        (128, 128, ""),
+    ],
+)
+def test_delta_nets_of_sizes_without_a_kernel_are_refused(keys: int, values: int, message: str):
+    sizes = {"linear_key_head_dim": keys, "linear_value_head_dim": values}
+    model = Qwen3NextConfig(**{**DELTA_NETS.to_dict(), **sizes})
+    config = load_config(None, {"model": "m"})
     if not message:
         require_states(config, model)
         return
