@@ -31,6 +31,12 @@ _TRAIN = (
 )
 
 
+_HOTTER = ("--rollout.temperature", "5")
+"""Temperature for models whose answers to a prompt are all the same at 1, so that no reward differs
+and no step learns: an untrained model whose head is its embedding repeats its last token.
+"""
+
+
 def registered() -> dict[str, str]:
     """Return the name of every text architecture that vLLM registers → its configuration's class in
     transformers; "" if transformers has none.
@@ -50,7 +56,8 @@ def through_commands(
     rules: layer rules of the run.
 
     `outcome` is one of "exact", "bounded" (log-probs differ), "refused", "crashed" (a traceback, a
-    signal, or no end), and "untrue" (a command says other than the run shows).
+    signal, or no end), "untrue" (a command says other than the run shows), and "not learned" (no
+    step had rewards that differ, also at a higher temperature).
     """
     row: dict[str, Any] = {"family": name, "scheme": scheme, "dtype": dtype}
     with tempfile.TemporaryDirectory() as temporary:
@@ -71,18 +78,28 @@ def through_commands(
             late = "" if checked["refusal"] else " (train, not check)"
             outcome = "untrue" if untrue else "refused"
             return {**row, "outcome": outcome, "reason": f"{refusal}{late}"}
-        steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        differences = [
-            value
-            for step in steps
-            if (value := _value(step, "learn/mismatch/mean_abs")) is not None
-        ]
-    worst = max(differences, default=0.0)
-    assert differences, f"{name}: no step learned"
+        differences = _differences(run)
+        if not differences:
+            run = run.with_name("hotter")
+            trained = _command("train", *chosen[:-1], run, *_HOTTER)
+            if trained["status"]:
+                reason = trained["crash"] or trained["refusal"]
+                return {**row, "outcome": "crashed", "reason": f"train: {reason}"}
+            differences = _differences(run)
+    if not differences:
+        return {**row, "outcome": "not learned", "reason": listed["reason"]}
+    worst = max(differences)
     exact = worst == 0.0
     untrue = exact != ("to the last bit" in listed["says"])
     outcome = "untrue" if untrue else "exact" if exact else "bounded"
     return {**row, "outcome": outcome, "mean_abs": worst, "reason": listed["reason"]}
+
+
+def _differences(run: Path) -> list[float]:
+    """Return mean |Δ log p| of each step of a run that learned."""
+    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    values = (_value(step, "learn/mismatch/mean_abs") for step in steps)
+    return [value for value in values if value is not None]
 
 
 def _value(step: dict[str, Any], key: str) -> Any:

@@ -259,11 +259,12 @@ def test_the_formula_of_short_convolutions_is_transformers_own():
     same_values_and_gradients(theirs.out_proj(gated), theirs(hidden)[0], trained)
 
 
+@pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_short_convolutions_give_prompts_the_bits_of_sampled_tokens(dtype: torch.dtype):
+def test_short_convolutions_give_prompts_the_bits_of_sampled_tokens(dtype: torch.dtype, width: int):
     """Contract: values do not depend on where the prompt ended, so conversations are exact."""
-    assert convolution.same_bits(3, dtype)
-    rows, weights = drawn([3 * CHANNELS], [(CHANNELS, 1, 3)], sum(LENGTHS), seed=1)
+    assert convolution.same_bits(width, dtype)
+    rows, weights = drawn([3 * CHANNELS], [(CHANNELS, 1, width)], sum(LENGTHS), seed=1)
     rows, weights = [rows[0].to(dtype)], [weights[0].to(dtype), None]
     values = [
         convolution.gated_values(rows, weights, LENGTHS, prefilled)
@@ -335,6 +336,11 @@ def test_conversations_and_rows_without_a_mask_have_an_unknown_prompt():
         (
             CONVOLUTIONS,
             {"task.environment": "mine.py:Shop", "dtype": "float32"},
+            "several turns.*short convolutions.*operators",
+        ),
+        (
+            Lfm2Config(layer_types=["conv"], num_hidden_layers=1, conv_L_cache=5),
+            {"task.environment": "mine.py:Shop", "dtype": "float16"},
             "several turns.*short convolutions.*operators",
         ),
         (DELTA_NETS, {}, ""),

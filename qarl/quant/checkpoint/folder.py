@@ -84,6 +84,9 @@ _PROMPT_ROUNDING = {
 }
 """Setting that only models with such layers have → the layers' name."""
 
+_FEW_INPUTS = 4
+"""Most inputs of a short convolution that rounds prompts and sampled tokens alike in 16 bits."""
+
 _CHANGING_ROTATIONS = ("dynamic", "longrope", "su")
 
 TOWERS = {"vision_config": "pictures", "audio_config": "sound"}
@@ -408,8 +411,9 @@ def rounding_layers(config: Mapping[str, Any], dtype: str) -> str:
         return ""
     if config.get("state_size") and config.get("chunk_size"):
         return _MAMBA_2  # of a model that has no other layers
-    # `quant.graph.convolution` says when these round alike
-    rounds_alike = dtype != "float32" and not config.get("conv_bias")
+    # `quant.graph.convolution` says when these round alike; in float16 five inputs do not
+    few = config.get("conv_L_cache", 0) <= _FEW_INPUTS
+    rounds_alike = dtype != "float32" and not config.get("conv_bias") and few
     settings = _PROMPT_ROUNDING.keys() - ({"conv_L_cache"} if rounds_alike else set())
     return next((_PROMPT_ROUNDING[key] for key in sorted(settings) if config.get(key)), "")
 
