@@ -23,6 +23,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
+from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.model_executor.models.registry import (
     _PREVIOUSLY_SUPPORTED_MODELS,
@@ -148,10 +149,24 @@ def skeleton_of(
 
 def _refuse_missing_kernels(model: nn.Module) -> None:
     """Raise `ValueError` for layers that vLLM builds on CPUs although it cannot compute them."""
-    if current_platform.is_cpu() and any(isinstance(m, MambaMixer) for m in model.modules()):
+    if not current_platform.is_cpu():
+        return
+    if any(isinstance(module, MambaMixer) for module in model.modules()):
         raise ValueError(
             "its Mamba-1 layers compute a prompt by a kernel (selective_scan_fwd) that vLLM has for"
             " GPUs alone"
+        )
+    convolutions: list[torch.Tensor] = [
+        module.get_parameter("conv.weight")
+        for module in model.modules()
+        if isinstance(module, ShortConv)
+    ]
+    # vLLM's `dispatch_cpu_unquantized_gemm` packs these, which only its delta nets and Mamba-2 know
+    packed = torch.cpu._is_avx512_bf16_supported()
+    if packed and any(w.shape[-1] == 4 and w.dtype == torch.bfloat16 for w in convolutions):
+        raise ValueError(
+            "its short convolutions have 4 inputs (conv_L_cache), whose weights vLLM packs in"
+            " bfloat16 on this CPU, and then cannot read; set dtype to float16"
         )
 
 
