@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    AutoModelForCausalLM,
+    BambaConfig,
     BloomConfig,
     BloomForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     GlmMoeDsaConfig,
-    GlmMoeDsaForCausalLM,
+    JambaConfig,
+    MambaConfig,
+    OlmoHybridConfig,
+    Zamba2Config,
 )
 
 from qarl.configs.errors import GraphError, NoEngineModelError
@@ -155,20 +160,79 @@ def test_modules_without_a_leaf_are_refused_by_class_and_name(model: Any, words:
     assert re.search(words, without.why_not_engine)
 
 
+ZAMBA = {
+    **SIZES,
+    "num_hidden_layers": 6,
+    "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid", "hybrid", "hybrid"],
+    "num_mem_blocks": 2,
+    "num_key_value_heads": 4,
+    "n_mamba_heads": 8,
+    "mamba_ngroups": 1,
+    "adapter_rank": 64,
+    "tie_word_embeddings": True,
+}
+
+
 @no_cuda
-def test_a_model_that_vllm_does_not_run_is_refused_with_its_reason():
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            GlmMoeDsaConfig(
+                **{**SIZES, "num_key_value_heads": 4, **LATENT},
+                n_routed_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=64,
+            ),
+            r"does not run GlmMoeDsaForCausalLM on this machine: Sparse Attention is not",
+        ),
+        (MambaConfig(**SIZES), r"its Mamba-1 layers compute a prompt by a kernel \(selective_scan"),
+        (JambaConfig(**SIZES, num_experts=1), r"its Mamba-1 layers compute a prompt by a kernel"),
+        (
+            OlmoHybridConfig(
+                **SIZES, pad_token_id=0, linear_num_key_heads=2, linear_num_value_heads=2
+            ),
+            r"its gated delta nets have kernels for GPUs alone",
+        ),
+        (
+            BambaConfig(**SIZES, mamba_n_heads=8, mamba_d_head=32, attn_layer_indices=[1]),
+            r"vLLM supported it until 0\.23\.0, and no longer does",
+        ),
+        (
+            Zamba2Config(**{**ZAMBA, "num_mem_blocks": 4, "tie_word_embeddings": False}),
+            r"takes the input embedding for its output head.*another, 'lm_head\.weight'",
+        ),
+        (
+            Zamba2Config(**{**ZAMBA, "num_key_value_heads": 2}),
+            r"has \d+ rows in .*qkv_proj', and this model \d+, in .*q_proj.*of heads",
+        ),
+    ],
+    ids=lambda value: type(value).__name__ if hasattr(value, "model_type") else "",
+)
+def test_a_model_that_vllm_does_not_run_is_refused_with_its_reason(config: Any, words: str):
     """Contract: `qarl schemes` and a run's checks say so from the configuration alone, though
     transformers' operators could learn it.
     """
-    sizes = {**SIZES, "num_key_value_heads": 4, **LATENT}
-    config = GlmMoeDsaConfig(
-        **sizes, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
-    )
     with torch.device("meta"):
-        empty = GlmMoeDsaForCausalLM(config)
-    words = "vLLM does not run GlmMoeDsaForCausalLM on this machine: Sparse Attention is not"
+        empty = AutoModelForCausalLM.from_config(config)
     with pytest.raises(NoEngineModelError, match=words):
         require_engine_model(empty, torch.bfloat16)
     answer = agreement(empty, torch.bfloat16)
     assert answer.level == "no engine"
-    assert words in answer.reason
+    assert re.search(words, answer.reason)
+
+
+@no_cuda
+def test_layers_that_blocks_share_are_planned_and_multiplied_once():
+    """Contract: Zamba2's hybrid layers take turns in two blocks of weights, whose layers have the
+    name of the first that has them, in the plan, in vLLM's stacks and among the masters.
+    """
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Zamba2Config(**ZAMBA))
+    low_bit = LowBitModel(model, get_scheme("w8a8"), LayerContext(torch.bfloat16, "auto"), "engine")
+    shared = [name for name in low_bit.linears if "shared_transformer" in name]
+    assert {name.partition(".shared")[0] for name in shared} == {"model.layers.1", "model.layers.3"}
+    masters = {id(layer.master) for layer in low_bit.linears.values()}
+    assert len(masters) == len(low_bit.linears)
+    matrices = {id(p) for name, p in model.named_parameters() if "shared" in name and p.ndim == 2}
+    assert matrices <= masters
