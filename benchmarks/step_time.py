@@ -3,9 +3,9 @@
 The estimate is arithmetic alone; no GPU is used. Rates are those of data sheets times the fraction
 that kernels reach. Launches, copies and calls cost what the constants below assume. There are three
 learners: bf16 everywhere; "plain", which learns in bf16 and publishes low-bit tensors; and QaRL's.
-Passes of a micro-batch overlap with sums between GPUs; nothing else overlaps. The estimate leaves
-out rewards, evaluation, checkpoints, prompts that several completions share, and old log-probs that
-the first update does not already compute.
+A micro-batch is simulated, with sums between GPUs beside its products (`benchmarks.overlap`).
+Nothing else overlaps. The estimate leaves out rewards, evaluation, checkpoints, prompts that
+several completions share, and old log-probs that the first update does not already compute.
 """
 
 import math
@@ -13,10 +13,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from benchmarks.overlap import Layer, micro_batch_seconds
 from qarl.configs.errors import ConfigError
 from qarl.configs.schemes import SCHEME_SPECS
 from qarl.planning.memory import GIB, cache_itemsize
 from qarl.planning.plan import MemoryPlan, changed_config, make_plan
+from qarl.quant.limits import GRADIENTS_IN_FLIGHT
 from qarl.report.tables import PlainTable
 
 
@@ -43,6 +45,8 @@ GPUS = {
     "h200": Rates(4.8e12, 450e9, 989e12),
     "b200": Rates(8.0e12, 900e9, 2250e12),
 }
+NETWORK = 50e9
+"""Bytes per second from a GPU to other machines: an adapter of 400 Gb/s for each."""
 READING = 0.75
 MULTIPLYING = 0.5
 SENDING = 0.7
@@ -140,7 +144,7 @@ def _step(
         changes if kind != "bf16" else {**changes, "learner.aligned": True},
     )
     own_plan = make_plan(config, plan.shapes, plan.source, plan.machine, plan.processes)
-    estimate = _Estimate(own_plan, lengths, rates)
+    estimate = Estimate(own_plan, lengths, rates)
     parts = {
         "sampling": estimate.sampling(),
         "learner": estimate.learner(),
@@ -150,7 +154,7 @@ def _step(
     return StepTime(scheme, kind, estimate.at_once, parts)
 
 
-class _Estimate:
+class Estimate:
     """Estimate for one process."""
 
     def __init__(self, plan: MemoryPlan, lengths: Lengths, rates: Rates):
@@ -160,7 +164,8 @@ class _Estimate:
         self.lengths = lengths
         self.reads = rates.memory * READING
         self.flops = rates.flops * MULTIPLYING
-        self.sends = rates.link * SENDING
+        link = rates.link if plan.machine.machines == 1 else min(rates.link, NETWORK)
+        self.sends = link * SENDING
         self.rates = rates
         self.spec = SCHEME_SPECS[self.config.scheme]
         self.processes = plan.processes
@@ -169,8 +174,7 @@ class _Estimate:
         )
         s = self.shapes
         expert = sum(rows * columns for rows, columns in s.mlp_matrices) * s.layers
-        self.attention = sum(rows * columns for rows, columns in s.attention_matrices) * s.layers
-        self.active = self.attention + expert * max(s.experts_a_token, 1)
+        self.active = s.attention + expert * max(s.experts_a_token, 1)
 
     @property
     def gain(self) -> float:
@@ -206,7 +210,7 @@ class _Estimate:
         if s.experts:
             used = 1 - (1 - s.experts_a_token / s.experts) ** batch
         bytes_each = s.quantized_bytes(self.config.scheme, 2) / s.quantized
-        weights = self.attention + (s.quantized - self.attention) * used
+        weights = s.attention + (s.quantized - s.attention) * used
         read = bytes_each * weights + 2 * s.head
         tokens_each = self.lengths.prompt + self.lengths.answer // 2
         read += batch * tokens_each * s.key_value_bytes(cache_itemsize(self.config))
@@ -224,34 +228,95 @@ class _Estimate:
         )
         return self.sequences / batch * self.lengths.answer * decode + prefill
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of a process's completions in a step, prompts included."""
+        return self.sequences * (self.lengths.prompt + self.lengths.answer)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a process in a step."""
+        return math.ceil(self.tokens / self.config.learner.micro_batch_tokens)
+
     def learner(self) -> float:
         """Return the seconds of forward and backward.
 
-        The forward counts twice if layers are recomputed. Several processes send meanwhile, which
-        counts if it takes longer. With `learner.keep_codes false` the weights are gathered
-        three times a micro-batch, a plain learner's in bf16.
+        Sums between processes overlap with them as `benchmarks.overlap` says.
+        """
+        layers = [self._layer()] * self.shapes.layers
+        return self.micro_batches * micro_batch_seconds(
+            [*layers, self._head()], GRADIENTS_IN_FLIGHT
+        )
+
+    def products(self) -> float:
+        """Return the seconds of forward and backward of a learner that waits for nothing."""
+        layer = self._layer()
+        head = self._head()
+        layers = self.shapes.layers * (layer.forward + layer.backward)
+        return self.micro_batches * (layers + head.forward + head.backward)
+
+    def sending(self) -> float:
+        """Return the seconds in which a process sends a step's gradients and gathered codes."""
+        traffic = self.plan.traffic
+        return self.micro_batches * traffic.micro_batch / self.sends
+
+    def _layer(self) -> Layer:
+        """Return one decoder layer of an average micro-batch.
+
+        If layers are computed again, the backward has a second forward. Of adapters, products
+        for the weights' gradients are small.
         """
         s = self.shapes
         learner = self.config.learner
+        adapts = learner.lora.name != "none"
+        again = learner.gradient_checkpointing is True
+        tokens = self.tokens / self.micro_batches
         length = self.lengths.prompt + self.lengths.answer
-        tokens = self.sequences * length
-        forwards = 2 if learner.gradient_checkpointing is True else 1
-        gain = self.gain if learner.aligned else 1.0
         # a causal mask halves the factor of 4
-        scores = 2 * tokens * length * s.layers * s.heads * s.head_dim
-        products = 2 * tokens * (forwards * self.active / gain + 2 * self.active + 3 * s.head)
-        work = (products + scores * (forwards + 2.5)) / self.flops
-        micro = math.ceil(tokens / learner.micro_batch_tokens)
+        scores = 2 * tokens * length * s.heads * s.head_dim
+        products = 2 * tokens * self.active / s.layers
+        forward = (products / (self.gain if learner.aligned else 1.0) + scores) / self.flops
+        backward = ((1 if adapts else 2) * products + 2.5 * scores) / self.flops
+        backward += forward if again else 0.0
         if learner.aligned and self.config.scheme != "bf16":
-            work += micro * DEQUANTIZING * s.quantized / self.reads
-        work = max(work, micro * s.layers * MICRO_BATCH_LAYER_SECONDS * (2 if s.experts else 1))
-        sent = 0.0
-        if self.processes > 1:
-            # every micro-batch's gradients are reduced
-            sent = micro * (2 if learner.reduce_dtype == "bfloat16" else 4) * s.parameters
-            stored = s.quantized_bytes(self.config.scheme if learner.aligned else "bf16", 2)
-            sent += 0 if learner.keep_codes else 3 * micro * stored
-        return max(work, sent * (1 - 1 / self.processes) / self.sends)
+            backward += DEQUANTIZING * s.quantized / s.layers / self.reads
+        launches = MICRO_BATCH_LAYER_SECONDS * (2 if s.experts else 1)
+        slower = max(1.0, launches / (forward + backward))
+        elements = 0 if adapts else (s.quantized + s.router) // s.layers
+        traffic = self.plan.traffic
+        # Of the gathered bytes the head's few are counted as the layers'.
+        waits = s.layers * self.sends
+        fetched = 2 * s.quantized / s.layers / HOST_LINK
+        fetches = 0
+        if learner.base_on_host and not learner.keep_codes:
+            fetches = 1 if learner.keep_kernel_layout else (3 if again else 2)
+        return Layer(
+            forward=slower * forward,
+            backward=slower * backward,
+            gradients=elements if self.processes > 1 else 0,
+            sums=self._sums(elements),
+            forward_gather=traffic.forward_gathers / waits,
+            backward_gather=traffic.backward_gathers / waits,
+            forward_fetch=fetched * (fetches > 1),
+            backward_fetch=fetched * (fetches - (fetches > 1)),
+        )
+
+    def _head(self) -> Layer:
+        """Return the output head, with the embedding's gradient."""
+        s = self.shapes
+        products = 2 * self.tokens / self.micro_batches * s.head / self.flops
+        sent = self.processes > 1 and self.config.learner.lora.name == "none"
+        return Layer(
+            forward=products,
+            backward=2 * products,
+            gradients=s.head if sent else 0,
+            sums=self._sums(2 * s.head) if sent else 0.0,
+        )
+
+    def _sums(self, elements: int) -> float:
+        """Return the seconds in which a process sends the gradients of so many parameters."""
+        sent = self.plan.traffic.gradients * elements / self.shapes.parameters
+        return sent / self.sends
 
     def optimizer(self) -> float:
         """Return the seconds of the optimizer.
@@ -272,9 +337,8 @@ class _Estimate:
             short = [(min(shape), max(shape)) for shape in matrices]
             flops = ITERATIONS * sum(4 * m * m * n + 2 * m**3 for m, n in short) * s.layers
             seconds += flops / self.processes / self.flops
-        if self.processes > 1:
-            sent = s.quantized_bytes(self.config.scheme, 2)
-            seconds += sent * (1 - 1 / self.processes) / self.sends
+        traffic = self.plan.traffic
+        seconds += (traffic.update + traffic.version) / self.sends
         return seconds * learner.mini_batches
 
     def publish(self) -> float:

@@ -705,6 +705,25 @@ def startup(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def scale(rows: list[dict[str, Any]]) -> str:
+    """Return the tables of `python -m benchmarks.scale`: what is held and sent, and seconds."""
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.scale import table
+
+    head, *cells = table(rows)
+    lines = [line(head), "|---|---|" + "---:|" * (len(head) - 2), *map(line, cells), ""]
+    kinds = ("products", "sending", "learner", "optimizer", "publish", "sampling")
+    lines += [
+        line(("run", "micro-batches", *kinds)),
+        "|---|---:|" + "---:|" * len(kinds),
+    ]
+    for row in rows:
+        seconds = row["seconds"]
+        figures = (f"{seconds[kind]:,.0f}" if kind in seconds else "elsewhere" for kind in kinds)
+        lines.append(line((row["case"], str(row["micro_batches"]), *figures)))
+    return _text(lines)
+
+
 TABLES: dict[str, Callable[[Any], str]] = {
     "low_bit_trl": low_bit_trl,
     "compare": compare,
@@ -726,6 +745,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "gpu_half_hour": gpu_half_hour,
     "plain_cpu": plain_cpu,
     "startup": startup,
+    "scale": scale,
     "served": served,
     "verify": verify,
 }

@@ -24,8 +24,9 @@ def add_options(names: Any) -> argparse.ArgumentParser:
         "--config", required=True, metavar="FILE", help="YAML file, or a shipped name"
     )
     parser.add_argument(
-        "--count", type=whole(1), default=8, help="GPUs, a process each (default 8)"
+        "--count", type=whole(1), default=8, help="GPUs of a machine, a process each (default 8)"
     )
+    parser.add_argument("--machines", type=whole(1), default=1, help="machines (default 1)")
     parser.add_argument(
         "--gpu",
         choices=STEP_TIME_GPUS,
@@ -74,13 +75,13 @@ def measure(
     from qarl.planning.shapes import sizes_of
 
     config = load_config(config_file(known.config), fields)
-    machine = parse_machine(f"{known.count}x{known.gpu}")
-    plan = make_plan(config, *sizes_of(config.model), machine, known.count)
+    machine = parse_machine(f"{known.machines}x{known.count}x{known.gpu}")
+    plan = make_plan(config, *sizes_of(config.model), machine, machine.devices)
     answer = known.answer_tokens or config.rollout.max_new_tokens
     lengths = step_time.Lengths(known.prompt_tokens, answer, known.at_once)
     rows = step_time.measure(plan, known.schemes, lengths, known.gpu)
     title = (
-        f"{config.model} on {known.count} × {known.gpu.upper()}, {config.rollout.prompts} prompts ×"
+        f"{config.model} on {machine.name}, {config.rollout.prompts} prompts ×"
         f" {config.rollout.samples}, answers of {lengths.answer} tokens: predicted, not measured"
     )
     return step_time.table(rows, title), step_time.as_data(rows)

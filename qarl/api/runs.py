@@ -57,16 +57,16 @@ def plan(
     """Estimate the memory that a run would take, in bytes, and compare it with a machine's.
 
     The plan also has the configuration with all choices made that were left to it. No weight is
-    loaded. gpus: "8xH100" or "8x80GB". Default: this machine. processes: default: one per GPU of
-    `gpus`, or one. Raises `SchemeError` if a matrix does not fit its scheme, `ModelError`,
-    and `ConfigError` for more processes than GPUs.
+    loaded. gpus: "8xH100", "8x80GB", or "4x8xH100" for four machines. Default: this machine.
+    processes: default: one per GPU of `gpus`, or one. Raises `SchemeError` if a matrix does not fit
+    its scheme, `ModelError`, and `ConfigError` for more processes than GPUs.
     """
     if processes is not None and processes < 1:
         raise ConfigError(f"processes {processes} must be at least 1")
     machine = planned_machine(gpus)
     shapes, source = sizes_of(config.model)
     check_fit(config, shapes)
-    return make_plan(config, shapes, source, machine, processes or (machine.count if gpus else 1))
+    return make_plan(config, shapes, source, machine, processes or (machine.devices if gpus else 1))
 
 
 def train(

@@ -41,7 +41,7 @@ def add_plan(commands: Any) -> None:
         "--gpus",
         help=(
             "GPUs to plan for instead of this machine's, such as 8xH100 (A100, L40S, H100, H200,"
-            " B200) or 8x80GB."
+            " B200) or 8x80GB; 4x8xH100 is four machines."
         ),
     )
     add_count(parser, "--processes", "Number of processes. Default: one per GPU.")

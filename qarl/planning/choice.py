@@ -95,7 +95,8 @@ def choose(
     if machine.device == "cpu" or is_embedded(config.model) or config.from_rollouts is not None:
         return LaunchChoice(file, processes or 1, {})
     if processes is not None:  # plan for as many GPUs, even if the machine has more
-        machine = replace(machine, count=min(machine.count, here or processes))
+        on_each = here or -(-processes // machine.machines)
+        machine = replace(machine, count=min(machine.count, on_each))
     words: list[str] = []
     try:
         shapes, source = sizes_of(config.model)
@@ -147,13 +148,16 @@ def _process_count(
 ) -> tuple[int, list[str]]:
     """Return the requested number of processes, or the most GPUs that divide the prompts evenly.
 
-    With it comes a list of one line that explains the choice, empty if nothing was chosen.
+    Every machine has equally many, at least one. With the number comes a list of one line that
+    explains the choice, empty if nothing was chosen.
     """
-    if requested or machine.count == 1:
+    if requested or machine.devices == 1:
         return requested or 1, []
-    count = next(n for n in range(machine.count, 0, -1) if config.rollout.prompts % n == 0)
-    uneven = f"; rollout.prompts {config.rollout.prompts} is not a multiple of {machine.count}"
-    return count, [f"--processes {count}: one a GPU{uneven if count < machine.count else ''}"]
+    prompts = config.rollout.prompts
+    counts = range(machine.devices, 0, -machine.machines)
+    count = next((n for n in counts if prompts % n == 0), machine.machines)
+    uneven = f"; rollout.prompts {prompts} is not a multiple of {machine.devices}"
+    return count, [f"--processes {count}: one a GPU{uneven if count < machine.devices else ''}"]
 
 
 _SHORT_ANSWERS = 4096
@@ -215,7 +219,7 @@ def _changes(config: RunConfig, machine: Machine, processes: int) -> list[Change
         "learner.lora.base": "host",
     }
     on_gpus = machine.device == "cuda"
-    spreads = on_gpus and processes < machine.count
+    spreads = on_gpus and processes < machine.devices
     changes = (
         (
             learner.gradient_checkpointing is not True,
@@ -259,7 +263,7 @@ def _changed(
     fields = _all_fields(changes)
     here = plan.local if machine is plan.machine else processes
     if any(change.spreads for change in changes):
-        processes = machine.count
+        processes = machine.devices
         here = machine.count
     if plan.config.rollout.prompts % processes:
         return None
@@ -310,7 +314,7 @@ def fitting(plan: MemoryPlan) -> list[Fitting]:
     proposed. If the changes include LoRA, which changes what is trained, a second proposal does
     without it. The list is empty if there is no proposal.
     """
-    available = 0 if plan.machine.device == "cpu" else plan.machine.count * plan.machine.memory
+    available = 0 if plan.machine.device == "cpu" else plan.machine.devices * plan.machine.memory
     listed = map(parse_machine, _LISTED)
     larger = [machine for machine in listed if machine.count * machine.memory > available]
     proposed = []

@@ -54,6 +54,14 @@ class Machine:
     used: int = 0
     """Bytes of a GPU that other processes use now."""
 
+    machines: int = 1
+    """Number of such machines that the run has."""
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of all machines."""
+        return self.machines * self.count
+
     def per_process(self, processes: int) -> int:
         """Return the bytes that each of `processes` processes may use."""
         return self.memory if self.device == "cuda" else self.memory // processes
@@ -92,25 +100,29 @@ class DriverGpu:
 
 
 def parse_machine(text: str) -> Machine:
-    """Parse `8xH100`, or `8x80GB` for any GPU of that memory.
+    """Parse `8xH100`, or `8x80GB` for any GPU of that memory; `4x8xH100` is four such machines.
 
     GB are 10⁹ bytes, as data sheets count. Raises `ConfigError` for any other text.
     """
-    sized = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)gb", text.lower())
-    if sized:
-        return Machine(f"{sized[1]} × {sized[2]} GB", "cuda", int(sized[1]), int(sized[2]) * 10**9)
-    named = re.fullmatch(r"([1-9]\d*)x(\w+)", text.lower())
-    if not named or named[2] not in GPUS:
+    parts = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)x(\w+)", text.lower())
+    kind = parts[3] if parts else ""
+    sized = re.fullmatch(r"([1-9]\d*)gb", kind)
+    if not parts or not (sized or kind in GPUS):
         kinds = ", ".join(name.upper() for name in GPUS)
         raise ConfigError(
-            f"--gpus {text!r}: give a count and a kind, such as 8xH100, or 1x24GB; known are"
-            f" {kinds}"
+            f"--gpus {text!r}: give a count and a kind, such as 8xH100, or 1x24GB, or 4x8xH100 for"
+            f" four machines; known are {kinds}"
         )
+    machines = int(parts[1] or 1)
+    several = f"{machines} × " if machines > 1 else ""
+    words = f"{sized[1]} GB" if sized else kind.upper()
+    memory = int(sized[1]) if sized else GPUS[kind]
     return Machine(
-        f"{named[1]} × {named[2].upper()}",
+        f"{several}{parts[2]} × {words}",
         "cuda",
-        int(named[1]),
-        GPUS[named[2]] * 10**9,
+        int(parts[2]),
+        memory * 10**9,
+        machines=machines,
     )
 
 

@@ -3,7 +3,7 @@ configuration alone.
 
 Most parts are allocated for the whole run. Activations come and go with each micro-batch. On top of
 them one more thing is computed at any time: a layer's backward, an optimizer step, a checkpoint or
-the engine's own step. The largest of these counts (`_Count.working`). docs/guide/plan.md says how
+the engine's own step. The largest of these counts (`Count.working`). docs/guide/plan.md says how
 far the plan is from measured peaks; nothing was measured on a GPU.
 
 Symbols in the derivations beside the formulas:
@@ -119,11 +119,11 @@ def count_memory(shapes: Shapes, config: RunConfig, device: str, processes: int)
         device: "cpu" or "cuda".
         processes: number of processes of the run.
     """
-    return _Count(shapes, config, device, processes).memory()
+    return Count(shapes, config, device, processes).memory()
 
 
 @dataclass(frozen=True)
-class _Count:
+class Count:
     """The sums of one plan; the arguments are those of `count_memory`."""
 
     shapes: Shapes
@@ -132,6 +132,7 @@ class _Count:
     processes: int
 
     def memory(self) -> Memory:
+        """Return the parts, and what the host holds."""
         return Memory(tuple(part for part in self._parts() if part.bytes), self.host())
 
     def _parts(self) -> Iterator[Part]:

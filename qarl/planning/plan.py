@@ -14,6 +14,7 @@ from qarl.configs.schema.run import RunConfig
 from qarl.planning.machine import Machine
 from qarl.planning.memory import GIB, Memory, cache_itemsize, count_memory
 from qarl.planning.shapes import Shapes
+from qarl.planning.traffic import Traffic, count_traffic
 
 SPARE = 0.1
 """Fraction of a device's memory that defaults and proposed commands leave free."""
@@ -56,6 +57,9 @@ class MemoryPlan:
 
     memory: Memory
     """Memory of one process."""
+
+    traffic: Traffic
+    """What one process sends to the others."""
 
     decided: tuple[str, ...]
     """The plan's decisions, in words."""
@@ -110,11 +114,18 @@ def make_plan(
         source: source of these sizes, in words.
         machine: machine to plan for.
         processes: number of processes, one a device on GPUs.
-        here: number of processes on this machine. Default: all.
+        here: number of processes on this machine. Default: all, or of several machines an equal
+            share.
 
-    Raises `ConfigError` if there are more processes than GPUs.
+    Raises `ConfigError` if there are more processes than GPUs, or other numbers of them on the
+    machines.
     """
-    here = processes if here is None else here
+    if here is None and processes % machine.machines:
+        raise ConfigError(
+            f"--processes {processes} is not a multiple of the {machine.machines} machines of"
+            f" {machine.name}, each of which has as many"
+        )
+    here = processes // machine.machines if here is None else here
     if machine.device == "cuda" and here > machine.count:
         raise ConfigError(
             f"--processes {here}, but {machine.name} has {machine.count}; one process takes one GPU"
@@ -135,6 +146,7 @@ def make_plan(
         processes=processes,
         local=here,
         memory=count_memory(shapes, filled, machine.device, processes),
+        traffic=count_traffic(shapes, filled, machine.device, processes),
         decided=tuple(decided),
     )
 

@@ -167,10 +167,15 @@ class Shapes:
         )
 
     @property
+    def attention(self) -> int:
+        """Parameters of the attention matrices of all layers."""
+        return self.layers * _elements(self.attention_matrices)
+
+    @property
     def quantized(self) -> int:
         """Parameters of all matrices that a low-bit scheme quantizes."""
         mlp = _elements(self.mlp_matrices) * max(self.experts, 1)
-        return self.layers * (_elements(self.attention_matrices) + mlp)
+        return self.attention + self.layers * mlp
 
     @property
     def router(self) -> int:

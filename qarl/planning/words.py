@@ -3,6 +3,7 @@
 import shlex
 import textwrap
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from qarl.configs.yaml_file import as_texts
@@ -55,10 +56,28 @@ def table(plan: MemoryPlan) -> list[str]:
     ]
     if plan.memory.host:
         available = f" of {plan.machine.host / GIB:.1f}" if plan.machine.host is not None else ""
-        note = "loading, or moments and a checkpoint, all processes"
+        whose = "a machine's" if plan.machine.machines > 1 else "all"
+        note = f"loading, or moments and a checkpoint, {whose} processes"
         lines.append(f"{'host':<15}{plan.host / GIB:>7.1f}{available}  {note}")
+    if plan.processes > 1:
+        lines += _sent(plan)
     if plan.decided:
         lines += ["", *_wrapped(f"decided by the plan: {', '.join(plan.decided)}")]
+    return lines
+
+
+def _sent(plan: MemoryPlan) -> list[str]:
+    """Return the lines that say what a process sends to the others."""
+    traffic = plan.traffic
+    kinds = (("gradients", traffic.gradients), ("codes", traffic.gathers))
+    in_micro_batch = " and ".join(name for name, sent in kinds if sent)
+    in_update = "with a weight version" if traffic.version else "without codes"
+    lines = []
+    if traffic.micro_batch:
+        sent = traffic.micro_batch / GIB
+        lines.append(f"{'sent':<15}{sent:>7.1f}  in a micro-batch, {in_micro_batch}")
+    sent = (traffic.update + traffic.version) / GIB
+    lines.append(f"{'sent':<15}{sent:>7.1f}  in an update, {in_update}")
     return lines
 
 
@@ -95,7 +114,7 @@ def remedies(
         total = f"{smaller.memory.total / GIB:.1f} of {smaller.capacity / GIB:.1f} GiB"
         lines += ["", f"fits {smaller.machine.name}, {total}:"]
         options = {**overrides, **as_texts(fields)}
-        lines += _command(smaller.processes, options, file)
+        lines += _command(smaller, options, file)
     return lines
 
 
@@ -110,6 +129,7 @@ def as_data(plan: MemoryPlan) -> dict[str, Any]:
         "total": plan.memory.total,
         "capacity": plan.capacity,
         "host": plan.host,
+        "sent": asdict(plan.traffic),
         "fits": plan.fits,
         "gradient_checkpointing": plan.config.learner.gradient_checkpointing,
         "kv_cache_gib": plan.config.rollout.kv_cache_gib,
@@ -117,14 +137,27 @@ def as_data(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def _command(
-    processes: int,
+    plan: MemoryPlan,
     overrides: Mapping[str, str],
     file: str | None,
 ) -> list[str]:
-    """Return `qarl train` with its options, in lines of `_WIDTH` that a shell reads as one."""
-    words = ["qarl train", *([f"--config {shlex.quote(file)}"] if file else [])]
+    """Return `qarl train` with its options, in lines of `_WIDTH` that a shell reads as one.
+
+    On several machines torchrun starts it; NODE and NODE0 are for the user to replace.
+    """
+    machines = plan.machine.machines
+    words = ["qarl train"]
+    if machines > 1:
+        words = [
+            f"torchrun --nnodes {machines}",
+            "--node-rank NODE",
+            "--master-addr NODE0",
+            f"--nproc-per-node {plan.local}",
+            "-m qarl train",
+        ]
+    words += [f"--config {shlex.quote(file)}"] if file else []
     words += [option((path, shlex.quote(text))) for path, text in overrides.items()]
-    words += [f"--processes {processes}"] if processes > 1 else []
+    words += [f"--processes {plan.processes}"] if plan.processes > 1 and machines == 1 else []
     lines = [f"  {words[0]}"]
     for word in words[1:]:
         if len(lines[-1]) + 1 + len(word) + 2 > _WIDTH:

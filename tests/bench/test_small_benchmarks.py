@@ -6,21 +6,24 @@ the records name, before vLLM's model was the learner's graph.
 """
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import delivery, delta, names, publish, step_time
+from benchmarks import delivery, delta, names, publish, scale, step_time
 from benchmarks.learner.trl_worker import SETTINGS
 from benchmarks.memory import planned
 from benchmarks.models import MODELS
+from benchmarks.overlap import Layer, micro_batch_seconds
 from benchmarks.rounded_policy import rounded_policy
 from qarl.configs.load import config_file, load_config
 from qarl.configs.schemes import SCHEME_SPECS
 from qarl.planning.machine import parse_machine
+from qarl.planning.memory import Memory
 from qarl.planning.plan import make_plan
-from qarl.planning.shapes import NAMED
+from qarl.planning.shapes import NAMED, sizes_of
 from qarl.quant.checkpoint.load import empty_model, load_masters
 from tests.support.learners import random_model
 from tests.support.models import low_bit
@@ -135,6 +138,75 @@ def test_a_step_on_gpus_is_what_a_hand_counts():
     )
     assert plain.parts["sampling"] == qarl.parts["sampling"] < bf16.parts["sampling"]
     assert bf16.at_once == 32
+
+
+def test_sums_and_gathers_run_beside_the_products_as_in_the_learner():
+    """By hand, of two layers and a head, in seconds: forward 3; backward of the head 1, of each
+    layer 2. A sum of 1 ends beside the next layer's backward; only the first layer's comes on top.
+    Sums of 5 are in flight one after another. If only one fits, the last layer's backward begins
+    when the head's gradients have arrived, and so on. Gathers come after the sums before them.
+    """
+
+    def seconds(sums: float, in_flight: int = 100, gather: float = 0.0) -> float:
+        layer = Layer(1, 2, gradients=10, sums=sums, forward_gather=gather, backward_gather=gather)
+        head = Layer(1, 1, gradients=10, sums=sums)
+        return micro_batch_seconds([layer, layer, head], in_flight)
+
+    assert seconds(0) == 8
+    assert seconds(1) == 9
+    assert seconds(5) == 3 + 1 + 3 * 5
+    # the head ends at 4 and has arrived at 9; then 2 + 5 for each layer
+    assert seconds(5, in_flight=0) == 9 + 2 * (2 + 5)
+    # forward 3 + 2; head's sum ends at 7, gather at 8, layer at 10, its sum 11, gather 12, layer 14
+    assert seconds(1, gather=1) == 15
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_micro_batch_takes_no_less_than_either_stream_and_no_more_than_both(seed: int):
+    draw = random.Random(seed)
+    for _ in range(200):
+        layers = [
+            Layer(
+                draw.random(),
+                draw.random(),
+                gradients=draw.randrange(0, 20),
+                sums=draw.random(),
+                forward_gather=draw.choice((0.0, draw.random())),
+                backward_gather=draw.choice((0.0, draw.random())),
+                forward_fetch=draw.choice((0.0, draw.random())),
+                backward_fetch=draw.choice((0.0, draw.random())),
+            )
+            for _ in range(draw.randrange(1, 9))
+        ]
+        products = sum(each.forward + each.backward for each in layers)
+        products += sum(each.forward_fetch + each.backward_fetch for each in layers)
+        sent = sum(each.forward_gather + each.backward_gather for each in layers)
+        sent += sum(each.sums for each in layers if each.gradients)
+        bound = draw.randrange(0, 60)
+        seconds = micro_batch_seconds(layers, bound)
+        assert max(products, sent) <= seconds + 1e-9
+        assert seconds <= products + sent + 1e-9
+        assert micro_batch_seconds(layers, bound + 20) <= seconds + 1e-9
+
+
+def test_runs_on_paper_are_those_of_their_recipes():
+    """Contract: a row has the plan's own sums, and its learner takes no less than its products and
+    no more than products and messages one after another, but for a base that comes from the host.
+    """
+    rows = {row["case"]: row for row in map(scale.measure, scale.CASES)}
+    assert rows["30B-A3B"]["total"] == planned_recipe("30b-a3b-8x80gb", "8x80GB").total
+    for row in rows.values():
+        seconds = row["seconds"]
+        assert seconds["learner"] >= max(seconds["products"], seconds["sending"])
+        if "host" not in row["case"]:
+            assert seconds["learner"] <= 1.001 * (seconds["products"] + seconds["sending"])
+    assert rows["8B, AdamW by DeepSpeed's ZeRO 2 on the host"]["traffic"]["version"] == 0
+
+
+def planned_recipe(name: str, gpus: str) -> Memory:
+    recipe = load_config(config_file(f"recipes/qwen3-{name}"), {})
+    machine = parse_machine(gpus)
+    return make_plan(recipe, *sizes_of(recipe.model), machine, machine.devices).memory
 
 
 def test_names_are_those_of_what_is_measured():

@@ -3,6 +3,7 @@ proposes.
 """
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from qarl.embedded.recipe import RECIPES, recipe_config
 from qarl.planning import machine as machines
 from qarl.planning.choice import choose, fitting, helping
 from qarl.planning.machine import Machine, parse_machine, this_machine
-from qarl.planning.memory import GIB, Memory, _Count, count_memory
+from qarl.planning.memory import GIB, Count, Memory, count_memory
 from qarl.planning.plan import changed_config, make_plan
 from qarl.planning.shapes import COUNTED, EMBEDDED, NAMED, matrices, shapes_of, sizes_of
 from qarl.preflight.files import check_processes
@@ -168,7 +169,7 @@ def test_what_saving_a_checkpoint_takes_by_hand():
     two of AdamW's, less gradients of 1/8.
     """
     for name, moments in (("adamw", 2), ("muon", 1)):
-        of = _Count(
+        of = Count(
             NAMED["qwen3-1.7b"],
             config(learner__optimizer__name=name),
             "cuda",
@@ -520,6 +521,33 @@ def test_processes_of_several_machines_choose_as_one(
     ):
         agreed(dense, dense.model_copy(update={"seed": 1}), together)
     assert agreed(dense, dense, together) is dense
+
+
+def test_a_plan_of_four_machines_has_a_process_on_each_gpu(capsys: pytest.CaptureFixture[str]):
+    """Contract: `--gpus 4x8x80GB` divides masters over 32 processes, counts the host of one machine
+    and the bytes that a process sends, and proposes torchrun. Processes are equally many on each.
+    """
+    command = ["plan", "--gpus", "4x8x80GB", "--model", "Qwen/Qwen3-32B", "--scheme", "w4a16"]
+    assert main([*command, "--learner.optimizer.offload", "none"]) == 2
+    said = capsys.readouterr().out
+    assert "on 4 × 8 × 80 GB, 32 processes" in said
+    assert "float32, 1/32 of them" in said
+    # 31/32 of fp32 gradients of 32.8 billion parameters
+    assert re.search(r"^sent +118\.2  in a micro-batch, gradients$", said, re.MULTILINE)
+    proposed = re.search(r"torchrun --nnodes 4 --node-rank NODE --master-addr NODE0", said)
+    assert proposed
+    assert "--processes" not in said[proposed.start() :]
+    one, four = (
+        make_plan(config(model="Qwen/Qwen3-32B"), *sizes_of("Qwen/Qwen3-32B"), machine, 32, 8)
+        for machine in (parse_machine("8x80GB"), parse_machine("4x8x80GB"))
+    )
+    assert one.memory == four.memory
+    assert one.host == four.host
+    assert main([*command, "--processes", "30"]) == 2
+    assert "--processes 30 is not a multiple of the 4 machines" in capsys.readouterr().err
+    for text in ("4x8x", "0x8xH100", "2x4x8xH100", "4x8xtitan"):
+        with pytest.raises(ConfigError, match="or 4x8xH100 for four machines"):
+            parse_machine(text)
 
 
 def test_a_persons_file_is_kept_but_for_what_it_leaves_open(tmp_path: Path):

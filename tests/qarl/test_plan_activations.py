@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qarl.configs.load import config_file, load_config
 from qarl.learner.logprobs import _chunk
-from qarl.planning.memory import _Count, count_memory
+from qarl.planning.memory import Count, count_memory
 from qarl.planning.shapes import shapes_of
 from qarl.quant.graph.operators import Operator
 from qarl.quant.graph.packing import Sequences
@@ -278,7 +278,7 @@ def test_learning_takes_no_more_than_planned(
     """Contract: planned ≥ traced, by a tenth at most, of three layers; a replay under AdamW has no
     engine and no step that is larger, and of so few layers a checkpoint would be.
     """
-    monkeypatch.setattr(_Count, "saving", lambda count: 0)
+    monkeypatch.setattr(Count, "saving", lambda count: 0)
     config = {**PUBLISHED[name], "num_hidden_layers": 3}
     settings = {
         "scheme": scheme,
