@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qarl.quant.runtime.shards import cut_rows
-from tests.support.runs import run_two_workers
+from tests.support.runs import run_workers
 from tests.support.shard_worker import ROWS, gradient_of, row_steps
 from tests.support.tensors import normal
 
@@ -20,7 +20,7 @@ from tests.support.tensors import normal
 def worker_results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return the tensors that two processes computed from their rows."""
     folder = tmp_path_factory.mktemp("sharded")
-    run_two_workers("shard_worker", folder / "worker_results.pt", folder / "log.txt")
+    run_workers("shard_worker", folder / "worker_results.pt", folder / "log.txt")
     return torch.load(folder / "worker_results.pt")
 
 

@@ -1,7 +1,7 @@
 """Tests of two processes that share the masters against one process: the same masters, codes and
 checkpoints.
 
-The processes are real, over gloo (`tests/support/two_processes_worker.py`). One launch does all
+The processes are real, over gloo (`tests/support/learner_worker.py`). One launch does all
 jobs of this file.
 """
 
@@ -32,7 +32,7 @@ from tests.support.learners import (
 )
 from tests.support.models import low_bit
 from tests.support.moe_models import CONFIGS, random_moe
-from tests.support.runs import run_two_workers
+from tests.support.runs import run_workers
 
 pytestmark = pytest.mark.slow
 BATCHES = 4
@@ -141,7 +141,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
         read = {"read": str(folder / name), "step_over": name == "followed"}
         jobs += [{**read, "state": name, "save": str(folder / f"{name}.pt")}]
     (folder / "jobs.json").write_text(json.dumps(jobs))
-    run_two_workers("two_processes_worker", folder / "jobs.json", folder / "log.txt")
+    run_workers("learner_worker", folder / "jobs.json", folder / "log.txt")
     found = {path.stem: torch.load(path) for path in folder.glob("*.pt")}
     return {**found, "folder": folder}
 
@@ -218,7 +218,7 @@ def alone_on(
     settings: dict[str, Any],
     batches: int,
 ) -> Learner:
-    """Return a learner of one process that learned as `two_processes_worker` does."""
+    """Return a learner of one process that learned as `learner_worker` does."""
     config = LearnerConfig.model_validate(settings)
     model, reference = (
         low_bit(load_masters(folder, torch.float32), scheme, dtype, aligned=config.aligned)

@@ -117,32 +117,29 @@ def qarl_alone(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def run_two_workers(module: str, argument: Path, log: Path) -> None:
-    """Run `main` of that module of tests.support in a group of two processes, with torchrun's
+def run_workers(module: str, argument: Path, log: Path, count: int = 2) -> None:
+    """Run `main` of that module of tests.support in a group of so many processes, with torchrun's
     environment.
     """
-    port = str(free_ports(1)[0])
-    ranks = []
-    for rank in "01":
-        place = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "2",
-            "OMP_NUM_THREADS": "1",
-        }
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        ranks.append(
-            Fork(
-                "worker",
-                [module, str(argument)],
-                ROOT,
-                environment() | place,
-                log,
-                log,
-            )
+    place = {
+        "WORLD_SIZE": str(count),
+        "LOCAL_WORLD_SIZE": str(count),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_ports(1)[0]),
+    }
+    ranks = [
+        Fork(
+            "worker",
+            [module, str(argument)],
+            ROOT,
+            environment() | place | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            log,
+            log,
         )
-    assert [each.wait() for each in ranks] == [0, 0], log.read_text()
+        for rank in range(count)
+    ]
+    assert [each.wait() for each in ranks] == [0] * count, log.read_text()
 
 
 def lines(run: Path) -> list[dict[str, Any]]:

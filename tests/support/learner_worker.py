@@ -1,4 +1,5 @@
-"""One process of `tests/learner/test_two_processes.py`, forked with torchrun's environment.
+"""One process of `tests/learner/test_two_processes.py` and `test_four_processes.py`, forked with
+torchrun's environment.
 
 A job trains a random policy on `batch_of()` and writes its whole state; see
 `run`.
