@@ -142,9 +142,10 @@ def require_divisible(config: RunConfig, model: PreTrainedModel, layers: LayerPl
     from qarl.quant.model.engine_model import checkpoint_tensors, engine_model
 
     shapes = weight_shapes(model)
-    engine = engine_model(model, checkpoint_tensors(model, shapes), COMPUTE_DTYPES[config.dtype])
+    dtype = COMPUTE_DTYPES[config.dtype]
+    engine = engine_model(model, checkpoint_tensors(model, shapes), dtype)
     ranks = config.rollout.tensor_parallel_size
-    require_ranks(ranks, engine, model.config.get_text_config(), layers, shapes)
+    require_ranks(ranks, engine, model.config.get_text_config(), layers, shapes, dtype)
 
 
 def require_servers_of_ranks(config: RunConfig) -> None:

@@ -4,12 +4,13 @@ of each rank.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from vllm.distributed import parallel_state
@@ -21,9 +22,11 @@ from vllm.model_executor.layers.linear import (
 )
 
 from qarl.configs.errors import ConfigError
+from qarl.configs.schemes import SCHEME_SPECS
 from qarl.quant.kernels import vllm as our_vllm
 from qarl.quant.kernels.activations import multiplied_activation
 from qarl.quant.kernels.ranks import experts_of_ranks, row_parallel, sum_of_ranks
+from qarl.quant.kernels.supported import shape_refusal
 from qarl.quant.kernels.vllm import VllmFactory, VllmMatmul
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.linear import LowBitLinear
@@ -184,6 +187,22 @@ def test_ranks_that_cannot_divide_a_model_are_refused_with_those_that_can(
 ):
     with pytest.raises(ConfigError, match=reason):
         make_model(random_policy(True), scheme, ranks=ranks)
+
+
+@no_cuda
+@given(
+    scheme=st.sampled_from(["bf16", "w4a16-channel", "w4a16-g32", "w4a8", "w8a8", "fp8"]),
+    rows=st.integers(1, 20).map(lambda count: 8 * count),
+    columns=st.integers(1, 6).map(lambda count: 32 * count),
+)
+@settings(max_examples=examples(40))
+def test_shapes_that_vllm_has_no_kernel_for_are_named(scheme: str, rows: int, columns: int):
+    """Contract: the answer, for which nothing is allocated, is that of a layer that is built."""
+    assume(not SCHEME_SPECS[scheme].misfit((rows, columns)))
+    weight = materialize(heavy(rows, columns, seed=1), get_scheme(scheme), BF16)
+    refusal = shape_refusal(scheme, BF16, (rows, columns))
+    with pytest.raises(ValueError, match="kernel") if refusal else nullcontext():
+        VllmFactory(BF16).linear("layer", [weight], [None])
 
 
 @no_cuda

@@ -101,6 +101,24 @@ def support(scheme: str, dtype: torch.dtype, experts: bool = False) -> Support:
     return Support("" if reason else kernel, reason)
 
 
+@functools.cache
+def shape_refusal(scheme: str, dtype: torch.dtype, shape: tuple[int, int]) -> str:
+    """Return vLLM's reason for having no kernel for a linear weight of this shape; "" if it has.
+
+    shape: (O, I).
+    """
+    from qarl.quant.kernels.vllm import VllmFactory
+
+    resolved = get_scheme(scheme)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            VllmFactory(dtype).require_shape(resolved, shape)
+    except (ValueError, NotImplementedError) as error:
+        return _in_words(resolved, error)
+    return ""
+
+
 def kept_support(scheme: str, dtype: torch.dtype, experts: bool = False) -> Support:
     """Return `support`'s answer, from the cache on disk if machine and software are the same."""
     question = {"scheme": scheme, "dtype": str(dtype), "experts": experts}

@@ -168,6 +168,15 @@ class VllmFactory:
             return MergedColumnParallelLinear(columns, list(rows), **shared)
         return ReplicatedLinear(columns, rows[0], **shared)
 
+    def require_shape(self, scheme: Scheme, shape: tuple[int, int]) -> None:
+        """Raise what vLLM raises if it has no kernel for a weight of this shape, (O, I).
+
+        The layer is built on the meta device, so nothing is allocated.
+        """
+        rows, columns = shape
+        with self._loading(torch.device("meta")):
+            self._empty("a layer", [rows], columns, scheme, bias=False)
+
     def experts(
         self,
         layer: str,

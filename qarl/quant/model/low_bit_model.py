@@ -211,7 +211,9 @@ class LowBitModel(nn.Module):
                 f" operators ({self.why_not_engine or 'learner.operators'}); omit one of them"
             )
         if ranks > 1 and engine is not None:
-            require_ranks(ranks, engine, self.config.get_text_config(), self.plan, self.shapes)
+            config = self.config.get_text_config()
+            dtype = self.context.dtype
+            require_ranks(ranks, engine, config, self.plan, self.shapes, dtype)
         self.context.divide_among(ranks)
         self.release_products()
 

@@ -11,12 +11,11 @@ import torch
 from qarl.configs.errors import ConfigError
 from qarl.configs.schemes import SCHEME_SPECS
 from qarl.quant.checkpoint.plan import LayerPlan
+from qarl.quant.kernels.supported import shape_refusal
 from qarl.quant.model.layers import EngineModel
 
 _VOCABULARY_PADDING = 64
 """Multiple to which vLLM pads the vocabulary before it divides it."""
-_INT4_TILE = 32
-"""Multiple of rows and columns that vLLM's int4 kernel for CPUs needs."""
 
 
 def require_ranks(
@@ -25,6 +24,7 @@ def require_ranks(
     config: Any,
     plan: LayerPlan,
     shapes: Mapping[str, tuple[int, int]],
+    dtype: torch.dtype,
 ) -> None:
     """Raise `ConfigError` if this many ranks cannot divide the model, with the sizes that can.
 
@@ -34,6 +34,7 @@ def require_ranks(
         config: the transformers configuration of the language model.
         plan: the scheme of each layer.
         shapes: checkpoint layer name → (O, I) of its weight.
+        dtype: the engine's compute dtype.
     """
     option = f"rollout.tensor_parallel_size {ranks}"
     if engine.not_by_ranks:
@@ -43,7 +44,7 @@ def require_ranks(
         )
 
     def misfits(size: int) -> Iterator[str]:
-        yield from _misfits(size, engine, config, plan, shapes)
+        yield from _misfits(size, engine, config, plan, shapes, dtype)
 
     problem = next(misfits(ranks), "")
     if problem:
@@ -58,6 +59,7 @@ def _misfits(
     config: Any,
     plan: LayerPlan,
     shapes: Mapping[str, tuple[int, int]],
+    dtype: torch.dtype,
 ) -> Iterator[str]:
     """Yield what `ranks` ranks cannot divide, in words."""
     heads = config.num_attention_heads
@@ -69,7 +71,7 @@ def _misfits(
     padded = -(-config.vocab_size // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
     if padded % ranks:
         yield f"the vocabulary has {padded} rows, padding included"
-    yield from _experts_misfits(ranks, engine, plan, shapes)
+    yield from _experts_misfits(ranks, engine, plan, shapes, dtype)
     for name, divided in engine.divided.items():
         biased = divided == "columns" and name in engine.biased
         for layer in engine.stacked[name] if biased else ():
@@ -86,7 +88,7 @@ def _misfits(
                 continue
             own = (rows, columns // parts) if by_columns else (rows // parts, columns)
             scheme = plan.schemes[layer].name
-            misfit = _misfit(scheme, own)
+            misfit = _misfit(scheme, own, dtype)
             if misfit:
                 yield f"layer {layer!r} in {scheme!r} would have on each rank {misfit}"
 
@@ -96,6 +98,7 @@ def _experts_misfits(
     engine: EngineModel,
     plan: LayerPlan,
     shapes: Mapping[str, tuple[int, int]],
+    dtype: torch.dtype,
 ) -> Iterator[str]:
     """Yield what ranks cannot divide of experts, which all have their first one's shapes."""
     for experts in engine.experts.values():
@@ -110,19 +113,18 @@ def _experts_misfits(
         for name, (rows, columns) in matrices.items():
             own = (rows, columns // ranks) if name == down else (rows // ranks, columns)
             scheme = plan.schemes[name].name
-            misfit = _misfit(scheme, own)
+            misfit = _misfit(scheme, own, dtype)
             if misfit:
                 yield f"expert {name!r} in {scheme!r} would have on each rank {misfit}"
 
 
-def _misfit(scheme: str, shape: tuple[int, int]) -> str:
-    """Return why a rank's part of a matrix, (O, I), cannot be held or multiplied; "" if it can."""
-    spec = SCHEME_SPECS[scheme]
-    misfit = spec.misfit(shape)
-    on_cpu = not torch.cuda.is_available()
-    if misfit or not on_cpu or spec.weights is None or spec.weights.bits != 4:
+def _misfit(scheme: str, shape: tuple[int, int], dtype: torch.dtype) -> str:
+    """Return why a rank's part of a matrix, (O, I), cannot be held or multiplied; "" if it can.
+
+    vLLM is asked for a linear layer of that shape, for experts' matrices, too.
+    """
+    misfit = SCHEME_SPECS[scheme].misfit(shape)
+    if misfit:
         return misfit
-    for size, side in zip(shape, ("output rows", "input columns"), strict=True):
-        if size % _INT4_TILE:
-            return f"{size} {side}, no multiple of the {_INT4_TILE} of vLLM's int4 kernel"
-    return ""
+    refusal = shape_refusal(scheme, dtype, shape)
+    return f"{shape[0]} output rows and {shape[1]} input columns: {refusal}" if refusal else ""
