@@ -84,6 +84,14 @@ def _serve_rollouts(known: argparse.Namespace, console: Console) -> int:
                 f"{word} behind -- would be unknown to the runs' learner, which sums as the ranks"
                 " do; give --rollout.tensor_parallel_size before it, and to the runs"
             )
+        by_experts = option == "-ep" or (
+            option.startswith("--enable-ex") and "--enable-expert-parallel".startswith(option)
+        )
+        if by_experts and config.rollout.tensor_parallel_size > 1:
+            raise ServeError(
+                f"{word} behind -- would give each rank whole experts, and the runs' learner sums"
+                " the ranks' parts of every expert; omit it"
+            )
     require_key(known.host, key)
     ports = range(known.port, known.port + known.replicas)
     for port in ports:

@@ -23,9 +23,10 @@ _PRINTS = frozenset(
         "memory_breakdown",
         "comms_logger",
         "dump_state",
+        "zero_allow_untested_optimizer",
     }
 )
-"""Keys that print, and change no number."""
+"""Keys that print or permit, and change no number."""
 
 _SENDS = frozenset(
     {
@@ -52,7 +53,7 @@ _RUNS_OWN = {
     "gradient_clipping": "set learner.optimizer.grad_clip",
     "optimizer": "set learner.optimizer",
     "scheduler": "set learner.optimizer.warmup_steps and decay_steps",
-    "fp16": "codes would be made of rounded masters; set dtype and learner.master_dtype",
+    "fp16": "codes would be made of rounded masters; set dtype float16, whose loss the run scales",
     "bf16": "codes would be made of rounded masters; set dtype and learner.master_dtype",
     "amp": "codes would be made of rounded masters; set dtype",
     "torch_autocast": "codes would be made of rounded masters; set dtype",
@@ -75,11 +76,12 @@ _NOT_HERE = {
     "zero_quantized_nontrainable_weights": "it rounds masters on their way",
     "zero_hpz_partition_size": "it is of stage 3",
     "sub_group_size": "it is of stage 3",
+    "cpu_offload": "DeepSpeed's name for it is offload_optimizer now",
 }
 """Key of `zero_optimization` → why no run can take it."""
 
 _ONLY_STAGE_3 = ("stage3_", "param_persistence_threshold")
-"""Beginnings of keys of stage 3, which files with "auto" often carry."""
+"""Beginnings of keys of stage 3, which files with "auto" often carry and may keep."""
 
 
 @dataclass(frozen=True)
@@ -150,8 +152,10 @@ def _checked_zero(section: Any) -> dict[str, Any]:
     zero = {}
     for key, value in section.items():
         name = f"zero_optimization.{key}"
-        if value == "auto" or key.startswith(_ONLY_STAGE_3):
+        if value == "auto":
             continue
+        if key.startswith(_ONLY_STAGE_3):
+            raise _refused(name, value, "it is of stage 3, and this run has none; omit it")
         if key in _NOT_HERE:
             if value not in (None, False) and not _is_off(value):
                 raise _refused(name, value, f"{_NOT_HERE[key]}; omit it")
@@ -205,4 +209,4 @@ def _is_off(value: Any) -> bool:
 
 def _refused(key: str, value: Any, why: str) -> ConfigError:
     """Return the error for a key of the file."""
-    return ConfigError(f"learner.deepspeed: {key} {quoted(value)} is refused: {why}")
+    return ConfigError(f"learner.deepspeed: {key} {json.dumps(value)} is refused: {why}")

@@ -21,6 +21,7 @@ USUAL: dict[str, Any] = {
         "allgather_bucket_size": 2e8,
         "overlap_comm": True,
         "reduce_bucket_size": "auto",
+        "stage3_max_live_parameters": "auto",
     },
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
@@ -32,7 +33,7 @@ USUAL: dict[str, Any] = {
 """A file as trainers that fill in "auto" document it."""
 
 REFUSED: list[tuple[str, Any, str]] = [
-    ("fp16", {"enabled": True, "loss_scale": 0}, "rounded masters; set dtype"),
+    ("fp16", {"enabled": True, "loss_scale": 0}, '"loss_scale": 0} is refused: codes would'),
     ("gradient_clipping", 1.0, "set learner.optimizer.grad_clip"),
     ("optimizer", {"type": "AdamW", "params": {"lr": 1e-5}}, "set learner.optimizer"),
     ("optimizer", {"type": "Lamb", "params": {"lr": "auto"}}, "set learner.optimizer"),
@@ -44,6 +45,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("zero_optimization.stage", 3, "frees masters"),
     ("zero_optimization.stage", True, "take 1 or 2"),
     ("zero_optimization.offload_param", {"device": "cpu"}, "of stage 3"),
+    ("zero_optimization.stage3_max_live_parameters", 1e9, "it is of stage 3, and this run"),
+    ("zero_optimization.cpu_offload", True, "offload_optimizer now"),
     ("zero_optimization.zero_quantized_gradients", True, "rounds gradients"),
     ("zero_optimization.mics_shard_size", 4, "a run takes allgather_bucket_size"),
     ("zero_optimization.offload_optimizer", {"device": "nvme"}, "take cpu or none"),

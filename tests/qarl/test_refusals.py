@@ -96,6 +96,10 @@ REFUSED_COMMANDS = [
     ("serve-rollouts -- --hos=0.0.0.0", "--hos=0.0.0.0 behind -- would bypass the key"),
     ("serve-rollouts -- --api_key=k", "--api_key=k behind -- would bypass the key"),
     ("serve-rollouts -- --tensor_parallel=2", "would be unknown to the runs' learner"),
+    (
+        "serve-rollouts --rollout.tensor_parallel_size 2 -- --enable-expert-par",
+        "--enable-expert-par behind -- would give each rank whole experts",
+    ),
     ("serve-rollouts -- -tp 2", "-tp behind -- would be unknown to the runs' learner"),
     (
         "train --rollout.tensor_parallel_size 2 --learner.operators transformers",
