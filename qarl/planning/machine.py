@@ -110,8 +110,8 @@ def parse_machine(text: str) -> Machine:
     if not parts or not (sized or kind in GPUS):
         kinds = ", ".join(name.upper() for name in GPUS)
         raise ConfigError(
-            f"--gpus {text!r}: give a count and a kind, such as 8xH100, or 1x24GB, or 4x8xH100 for"
-            f" four machines; known are {kinds}"
+            f"--gpus {text!r}: give a count and a kind, such as 8xH100, or 1x24GB; known are"
+            f" {kinds}; 4x8xH100 is four machines"
         )
     machines = int(parts[1] or 1)
     several = f"{machines} × " if machines > 1 else ""

@@ -21,19 +21,19 @@ _BF16 = 2
 class Traffic:
     """Bytes that one process sends; all are 0 in a run of one process."""
 
-    gradients: int
+    gradients: int = 0
     """Gradients, in each micro-batch."""
 
-    forward_gathers: int
+    forward_gathers: int = 0
     """Codes gathered for products that are not kept, in each micro-batch's forward."""
 
-    backward_gathers: int
+    backward_gathers: int = 0
     """The same in its backward, with layers that are computed again and the codes of gradients."""
 
-    update: int
+    update: int = 0
     """In each update: gradients that are summed once, and Muon's updates or DeepSpeed's masters."""
 
-    version: int
+    version: int = 0
     """Codes and compute-dtype copies of one weight version."""
 
     def step(self, micro_batches: int, updates: int) -> int:
@@ -55,7 +55,7 @@ def count_traffic(shapes: Shapes, config: RunConfig, device: str, processes: int
     """Compute what one process sends; the arguments are those of `memory.count_memory`."""
     count = Count(shapes, config, device, processes)
     if processes == 1:
-        return Traffic(0, 0, 0, 0, 0)
+        return Traffic()
     ring = (processes - 1) / processes
     if count.deepspeed is not None:
         return _by_deepspeed(count, ring)
@@ -75,7 +75,7 @@ def count_traffic(shapes: Shapes, config: RunConfig, device: str, processes: int
         matrices = shapes.attention if shapes.experts else shapes.quantized
         update += 2 * ring * _BF16 * matrices / processes
     if count.base_shares == 1:  # every process has the masters that codes are made of
-        return Traffic(gradients, 0, 0, int(update), 0)
+        return Traffic(gradients=gradients, update=int(update))
     casts = 0 if learner.aligned else shapes.parameters * count.itemsize
     version = int(ring * (count.low_bit + count.outside + casts))
     forward = backward = 0
@@ -87,7 +87,13 @@ def count_traffic(shapes: Shapes, config: RunConfig, device: str, processes: int
         again = forward and learner.gradient_checkpointing is True
         uses = 2 if again else 1
         backward = int(ring * (uses * count.low_bit + head))
-    return Traffic(gradients, forward, backward, int(update), version)
+    return Traffic(
+        gradients=gradients,
+        forward_gathers=forward,
+        backward_gathers=backward,
+        update=int(update),
+        version=version,
+    )
 
 
 def _by_deepspeed(count: Count, ring: float) -> Traffic:
@@ -100,5 +106,5 @@ def _by_deepspeed(count: Count, ring: float) -> Traffic:
     reduced = int(2 * ring * masters)
     stepped = int(ring * masters)
     if count.deepspeed.stage == 2:
-        return Traffic(reduced, 0, 0, stepped, 0)
-    return Traffic(0, 0, 0, reduced + stepped, 0)
+        return Traffic(gradients=reduced, update=stepped)
+    return Traffic(update=reduced + stepped)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from qarl.run.checkpoint import load_checkpoint
-from tests.learner.test_two_processes import ADAMW, LEARNER, MUON, plain, trained
 from tests.support.learners import (
     assert_same_trajectory,
     batch_of,
@@ -18,6 +17,7 @@ from tests.support.learners import (
     masters_of,
     random_model,
 )
+from tests.support.one_process import LEARNER, MUON, plain, trained
 from tests.support.profiles import thorough
 from tests.support.runs import run_workers
 
@@ -107,7 +107,7 @@ def test_three_processes_go_on_by_the_other_engine(done: dict[str, Any], engine:
 
 @pytest.mark.parametrize("engine", OTHER)
 def test_one_process_goes_on_from_four(done: dict[str, Any], engine: str):
-    ours, _ = plain(0, {**LEARNER, "optimizer": ADAMW})
+    ours, _ = plain(0)
     checkpoint = load_checkpoint(Path(done["folder"]) / engine)
     ours.load_state_dict(checkpoint.learner_state(ours))
     ours.learn(batch_of(), step=BATCHES)

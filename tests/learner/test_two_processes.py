@@ -5,7 +5,6 @@ The processes are real, over gloo (`tests/support/learner_worker.py`). One launc
 jobs of this file.
 """
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -32,20 +31,12 @@ from tests.support.learners import (
 )
 from tests.support.models import low_bit
 from tests.support.moe_models import CONFIGS, random_moe
+from tests.support.one_process import LEARNER, MUON, plain, trained
 from tests.support.runs import run_workers
 
 pytestmark = pytest.mark.slow
 BATCHES = 4
 """Number of batches. Each has two updates, so this makes 8 steps."""
-ADAMW = {"lr": 1e-4, "name": "adamw"}
-LEARNER: dict[str, Any] = {
-    "mini_batches": 2,
-    "micro_batch_tokens": 30,
-    # several a micro-batch, of other counts in the other process
-    "logprob_chunk_tokens": 8,
-    "optimizer": ADAMW,
-}
-MUON: dict[str, Any] = {**LEARNER, "optimizer": {"lr": 1e-4, "name": "muon"}}
 LORA: dict[str, Any] = {
     **LEARNER,
     "lora": {"name": "lora", "rank": 4, "alpha": 8.0},
@@ -55,42 +46,6 @@ EXPERTS: dict[str, Any] = {**LEARNER, "router_aux_loss": 0.01}
 KL: dict[str, Any] = {**LEARNER, "kl": {"name": "k3", "coefficient": 0.5}}
 PLAIN: dict[str, Any] = {**LEARNER, "aligned": False}
 Done = dict[str, Any]
-
-
-def plain(
-    batches: int,
-    learner: dict[str, Any] = LEARNER,
-) -> tuple[Learner, list[list[float]]]:
-    """Learn some batches in one process.
-
-    Return the learner and each batch's numbers in the order in which the worker writes them.
-    """
-    found = make_learner("bf16", torch.float32, **learner)
-    stats = [found.learn(batch_of(), step=step) for step in range(batches)]
-    return found, [
-        [
-            s.loss,
-            s.grad_norm,
-            s.clipped,
-            s.entropy,
-            s.updates,
-            s.skipped,
-            s.kl,
-        ]
-        for s in stats
-    ]
-
-
-@functools.cache
-def trained(
-    batches: int, muon: bool = False
-) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[list[float]]]:
-    """Return masters, optimizer state and numbers of `plain`.
-
-    They are trained once for all tests, which only read them.
-    """
-    learner, numbers = plain(batches, MUON if muon else LEARNER)
-    return masters_of(learner), learner.state_dict()["moments"], numbers
 
 
 @pytest.fixture(scope="module")

@@ -546,7 +546,7 @@ def test_a_plan_of_four_machines_has_a_process_on_each_gpu(capsys: pytest.Captur
     assert main([*command, "--processes", "30"]) == 2
     assert "--processes 30 is not a multiple of the 4 machines" in capsys.readouterr().err
     for text in ("4x8x", "0x8xH100", "2x4x8xH100", "4x8xtitan"):
-        with pytest.raises(ConfigError, match="or 4x8xH100 for four machines"):
+        with pytest.raises(ConfigError, match="4x8xH100 is four machines"):
             parse_machine(text)
 
 
