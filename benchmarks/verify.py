@@ -3,6 +3,9 @@
 Faults and clean pairs are drawn from random models (tests/support/drawn_dumps.py,
 drawn_checkpoints.py), by other seeds than the tests use. A fault counts as named if it is the one
 fault that is reported; a clean pair counts as quiet if no fault is.
+
+`--form trainers` draws faults at random for each trainer, in the shapes in which it holds weights
+and logs completions (tests/support/trainer_shapes.py).
 """
 
 import argparse
@@ -12,7 +15,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -21,7 +24,7 @@ from qarl.cli.environment import quiet_libraries
 from qarl.cli.options import whole, write_json
 from qarl.report.record import record
 from qarl.verify import Report, logprobs, weights
-from tests.support import drawn_checkpoints, drawn_dumps
+from tests.support import drawn_checkpoints, drawn_dumps, trainer_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,16 +32,18 @@ class Row:
     """Outcomes of one kind."""
 
     form: str
-    """"weights" or "logprobs"."""
+    """"weights", "logprobs" or "trainers"."""
     kind: str
-    """Name of the planted fault, or of the clean kind."""
+    """Name of the planted fault, or of the clean kind; of "trainers" the trainer's."""
     clean: bool
     drawn: int
     """Number of draws."""
     right: int
     """Number of draws in which the fault alone was named, or none was if the kind is clean."""
     named_otherwise: tuple[str, ...]
-    """Names of the faults that were reported in the other draws."""
+    """Names of the faults that were reported in the other draws; of "trainers" after what was
+    drawn.
+    """
     seconds: float
     """Mean time of a comparison."""
 
@@ -92,23 +97,89 @@ def measure(form: str, kind: str, draws: int, seed: int) -> Row:
     )
 
 
+def prepare_by_trainer(
+    trainer: str, rng: random.Random, clean: bool, folder: Path
+) -> tuple[str, list[str], Callable[[], Report]]:
+    """Draw a fault or a clean kind of a trainer's weights or dumps.
+
+    Returns its name, the names of the faults that have to be reported, and the comparison.
+    """
+    of_weights = drawn_checkpoints.CLEAN if clean else trainer_shapes.weight_faults(trainer)
+    of_dumps = trainer_shapes.LOGPROB_CLEAN if clean else trainer_shapes.LOGPROB_FAULTS
+    form, kind = rng.choice(
+        [*(("weights", kind) for kind in of_weights), *(("log-probs", kind) for kind in of_dumps)]
+    )
+    wanted = [] if clean else [kind]
+    if form == "weights":
+        pair = trainer_shapes.draw_weights(trainer, rng, kind, folder)
+        return (
+            f"{kind} {pair.said}",
+            wanted,
+            lambda: weights(pair.trainer, pair.engine, pair.config),
+        )
+    dump = trainer_shapes.draw_dump(trainer, rng, kind, folder)
+    return f"{kind} {dump.said}", wanted, lambda: logprobs(dump.folder)
+
+
+def measure_trainer(trainer: str, clean: bool, draws: int, seed: int) -> Row:
+    """Return the outcomes of faults, or clean kinds, that are drawn at random for a trainer."""
+    right, seconds = 0, 0.0
+    others: list[str] = []
+    for draw in range(draws):
+        rng = random.Random(f"trainers-{seed}-{draw}-{trainer}-{clean}")
+        torch.manual_seed(rng.randrange(2**31))
+        with tempfile.TemporaryDirectory() as folder:
+            drawn, wanted, compare = prepare_by_trainer(trainer, rng, clean, Path(folder))
+            began = time.perf_counter()
+            report = compare()
+            seconds += time.perf_counter() - began
+        names = [cause.name for cause in report.faults]
+        right += names == wanted
+        if names != wanted:
+            others.append(f"{drawn}: {'+'.join(names) or 'none'}")
+    return Row(
+        form="trainers",
+        kind=trainer,
+        clean=clean,
+        drawn=draws,
+        right=right,
+        named_otherwise=tuple(others),
+        seconds=seconds / draws,
+    )
+
+
+def measure_all(form: str, faults: int, clean: int, seed: int) -> Iterator[Row]:
+    """Yield the outcomes of all kinds, or of all trainers."""
+    if form == "trainers":
+        for trainer in trainer_shapes.TRAINERS:
+            yield measure_trainer(trainer, False, faults, seed)
+            yield measure_trainer(trainer, True, clean, seed)
+        return
+    for kind in FORMS[form][1]:
+        yield measure(form, kind, faults, seed)
+    for kind in FORMS[form][2]:
+        yield measure(form, kind, clean, seed)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Measure all kinds, print a line each, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--form", choices=sorted(FORMS), default="weights")
-    parser.add_argument("--faults", type=whole(1), default=3, help="draws of each fault")
-    parser.add_argument("--clean", type=whole(1), default=6, help="draws of each clean kind")
+    parser.add_argument("--form", choices=["trainers", *sorted(FORMS)], default="weights")
+    parser.add_argument(
+        "--faults", type=whole(1), default=3, help="draws of each fault, or of each trainer's"
+    )
+    parser.add_argument(
+        "--clean", type=whole(1), default=6, help="draws of each clean kind, or of each trainer's"
+    )
     parser.add_argument("--seed", type=whole(0), default=0)
     parser.add_argument("--json")
     known = parser.parse_args(arguments)
     quiet_libraries()
     torch.set_num_threads(1)
-    _, faults, clean = FORMS[known.form]
     rows = []
-    for kind in (*faults, *clean):
-        draws = known.clean if kind in clean else known.faults
-        rows.append(measure(known.form, kind, draws, known.seed))
-        sys.stdout.write(f"{rows[-1]}\n")
+    for row in measure_all(known.form, known.faults, known.clean, known.seed):
+        rows.append(row)
+        sys.stdout.write(f"{row}\n")
         sys.stdout.flush()
     data = [dataclasses.asdict(row) for row in rows]
     write_json(known.json, record([*arguments], data, "python -m benchmarks.verify"))

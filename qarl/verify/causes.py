@@ -3,11 +3,11 @@
 Every cause has a signature that the others lack, and is judged on the completions that no earlier
 cause explains. q is the sampler's probability of a token, p the trainer's, d = log p − log q.
 
-Padding, prompts: structure (`row_figures._not_sampled`). Shift: p of one token is q of the next.
-Stale: |d| grows with the age of the weights. Single completions: their median |d| is far from that
-of the others of their age and sampling. Truncation: q is renormalized over a set S, so that
-d = log p(S) ≤ 0 for every token, likely or rare. Temperature: q ∝ p^(1/τ), so that for τ < 1 a
-token with p > 1/2 has q > p without exception, because logit q ≥ logit(p)/τ, while rare tokens
+Padding, prompts, tokens that nobody sampled: structure (`row_figures`). Shift: p of one token is q
+of the next. Stale: |d| grows with the age of the weights. Single completions: their median |d| is
+far from that of the others of their age and sampling. Truncation: q is renormalized over a set S,
+so that d = log p(S) ≤ 0 for every token, likely or rare. Temperature: q ∝ p^(1/τ), so that for τ <
+1 a token with p > 1/2 has q > p without exception, because logit q ≥ logit(p)/τ, while rare tokens
 mostly have q < p; for τ > 1 the reverse. What is left is rounding or another set of weights, by its
 size.
 
@@ -136,6 +136,20 @@ def _structure(table: Table) -> Iterator[Cause]:
             ),
             remedy="mask tokens after the end token before scoring and before the loss",
             about=_numbers(table["row"][padded]),
+        )
+    filled = table["filled"] > 0
+    if filled.any():
+        yield Cause(
+            name="not-sampled",
+            level="fault",
+            evidence=(
+                f"{int(table['filled'].sum())} tokens of {int(filled.sum())} completions have one"
+                f" constant in place of a side's log-probs, {int(table['filled'][filled].min())} or"
+                " more in a row: prompts, answers of tools or of the environment; all figures leave"
+                " them out"
+            ),
+            remedy="mask tokens that the engine did not sample before scoring and before the loss",
+            about=_numbers(table["row"][filled]),
         )
     prompt = table["prompt"] > 0
     if prompt.any():
@@ -283,6 +297,8 @@ def _missed(table: Table, version: np.ndarray) -> tuple[Cause | None, np.ndarray
             f" {_mean(_rows(table, later)):.2g} from there on: that update was not taken, or not by"
             " every layer"
         )
+        if np.isnan(ages(table)).all():
+            text += ", or not yet (the dump does not say which version sampled)"
         return _stale_rows(table, later, text), oldest
     first = version <= np.quantile(known, 0.34)
     last = version >= np.quantile(known, 0.67)

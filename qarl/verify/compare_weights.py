@@ -216,6 +216,9 @@ class _Comparison:
         """Return why a layer's values differ, reading it again."""
         ours = self._trainer.read(name)
         theirs = self._engine.read(name)
+        other_scales = _other_scales(name, ours, theirs)
+        if other_scales is not None:
+            return other_scales
         a = _value(self._trainer, name, ours)
         b = _value(self._engine, name, theirs)
         assert a is not None
@@ -403,6 +406,33 @@ def _same_bytes(
         and ours[name].dtype == theirs[name].dtype
         and torch.equal(ours[name], theirs[name])
         for name in names
+    )
+
+
+def _other_scales(
+    layer: str, ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
+) -> Cause | None:
+    """Return the cause if two layers have equal codes under scales that one side rounded to another
+    dtype.
+    """
+    names = {"weight", "weight_packed"} & (ours.keys() | theirs.keys())
+    scales = [side.get("weight_scale") for side in (ours, theirs)]
+    mine, other = scales
+    if mine is None or other is None or mine.dtype == other.dtype:
+        return None
+    for name in names:
+        if name not in ours or name not in theirs or not torch.equal(ours[name], theirs[name]):
+            return None
+    if not (torch.equal(mine.to(other.dtype), other) or torch.equal(other.to(mine.dtype), mine)):
+        return None
+    largest = float(((mine.float() - other.float()).abs() / mine.float().abs()).nan_to_num().max())
+    kinds = [str(scale.dtype).removeprefix("torch.") for scale in (mine, other)]
+    return fault(
+        "scales",
+        layer,
+        f"the codes are equal, and one side rounded their scales to another dtype: {kinds[0]}"
+        f" (trainer), {kinds[1]} (engine), up to {largest:.2g} apart",
+        "round scales to the engine's dtype before weights are rounded to codes by them",
     )
 
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from qarl.configs.words import did_you_mean, few
 from qarl.verify.findings import VerifyInputError
+from qarl.verify.framework_rows import FOLDER_PATTERNS, framework_row
 
 REQUIRED = ("completion_ids", "sampler_logprobs", "trainer_logprobs")
 """Columns of lists, one value a token, that a dump must have."""
@@ -43,15 +44,6 @@ _OF_TOKEN_FILES = {
     "prompt_token_ids": "prompt_ids",
 }
 """Columns of QaRL's token files (docs/reference/tokens.md) → columns of a dump."""
-_OF_PRIME_RL = {
-    "token_ids": "completion_ids",
-    "inference_logprobs": "sampler_logprobs",
-    "trainer_logprobs": "trainer_logprobs",
-    "advantages": "advantage",
-}
-"""Columns of prime-rl's token exports, a value a token, → columns of a dump."""
-_PRIME_RL_MASK = "loss_mask"
-"""Column of prime-rl's token exports that is true for the tokens that were sampled."""
 _SUFFIXES = (".parquet", ".jsonl")
 _ROWS = 256
 """Completions of a batch."""
@@ -97,8 +89,10 @@ def dump_files(paths: Sequence[Path | str]) -> list[Path]:
     for named in map(Path, paths):
         path = named / "tokens" if (named / "tokens").is_dir() else named
         if path.is_dir():
-            inside = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
-            inside = inside or sorted(path.glob("**/step_*/rank_*.jsonl"))  # prime-rl's exports
+            # A framework's folder may hold other files of these suffixes, such as of validations.
+            patterns = (sorted(path.glob(pattern)) for pattern in FOLDER_PATTERNS)
+            inside = next(filter(None, patterns), [])
+            inside = inside or sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES)
             if not inside:
                 raise VerifyInputError(
                     f"folder {str(named)!r} has no dump; give files or a folder of files that end"
@@ -198,23 +192,7 @@ def _object(line: str, file: Path, number: int) -> dict[str, Any]:
             f"{str(file)!r}, line {number} is a {type(row).__name__}; write an object a line, with"
             f" {', '.join(REQUIRED)}"
         )
-    if {*_OF_PRIME_RL, _PRIME_RL_MASK} <= row.keys():
-        return _from_prime_rl(row, f"{str(file)!r}, line {number}")
-    return row
-
-
-def _from_prime_rl(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a row of prime-rl's token export as a row of a dump: its sampled tokens alone."""
-    mask = row[_PRIME_RL_MASK]
-    if not any(mask):
-        raise VerifyInputError(f"{where}: {_PRIME_RL_MASK} is true for no token; leave the row out")
-    columns = {
-        column: [value for value, sampled in zip(row[name], mask, strict=True) if sampled]
-        for name, column in _OF_PRIME_RL.items()
-    }
-    if None in columns["advantage"]:
-        columns.pop("advantage")
-    return {"prompt_ids": row["token_ids"][: mask.index(True)], **columns}
+    return framework_row(row, file, f"{str(file)!r}, line {number}")
 
 
 def _wanted(

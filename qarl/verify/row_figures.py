@@ -34,6 +34,8 @@ _PADS = 3
 """Least tokens that show that a completion is padded."""
 _PROMPT = 3
 """Least tokens of a prompt with which a completion has to begin to be said to hold it."""
+_FILLED = 4
+"""Least tokens in a row with one constant that show that they were not sampled."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ class RowFigures:
         starts = np.concatenate([[0], np.cumsum(batch.lengths)[:-1]]).astype(np.int64)
         both = ~(np.isnan(batch.sampler) | np.isnan(batch.trainer))
         prompt, padded = _not_sampled(batch, starts, both)
-        kept = both & ~prompt & ~padded
+        filled = _filled(batch, starts, both & ~prompt & ~padded)
+        kept = both & ~prompt & ~padded & ~filled
         count = len(batch.lengths)
 
         def per_row(values: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -97,6 +100,7 @@ class RowFigures:
             "unscored": per_row(ones, unscored),
             "prompt": per_row(ones, prompt),
             "padded": per_row(ones, padded),
+            "filled": per_row(ones, filled),
         }
         nan = np.full(count, np.nan)
         figures |= {name: batch.scalars.get(name, nan) for name in SCALARS if name != "advantage"}
@@ -225,6 +229,28 @@ def _padding(batch: Batch, starts: np.ndarray, both: np.ndarray) -> np.ndarray:
         for first, end, kind in runs:
             padded[first:end] |= kind in kinds
     return padded & both
+
+
+def _filled(batch: Batch, starts: np.ndarray, judged: np.ndarray) -> np.ndarray:
+    """Return the tokens that one side gives the very same number, one after another, and the other
+    side quite other ones, bool [T]. Frameworks fill in a constant for tokens of prompts, tools and
+    environments, which nobody sampled.
+
+    judged: tokens to look at, bool [T].
+    """
+    filled = np.zeros(len(judged), dtype=bool)
+    distance = np.abs(batch.trainer - batch.sampler)
+    for side, other in ((batch.sampler, batch.trainer), (batch.trainer, batch.sampler)):
+        goes_on = np.zeros(len(judged), dtype=bool)
+        goes_on[1:] = judged[1:] & judged[:-1] & (side[1:] == side[:-1])
+        goes_on[starts[batch.lengths > 0]] = False
+        firsts = np.flatnonzero(~goes_on)
+        for first, end in zip(firsts, [*firsts[1:], len(judged)], strict=True):
+            run = slice(first, end)
+            if end - first < _FILLED or not judged[first]:
+                continue
+            filled[run] |= distance[run].mean() > _NEAR and np.ptp(other[run]) > 0
+    return filled
 
 
 def _order(

@@ -64,7 +64,7 @@ def open_side(source: Any, role: str, quantization: Quantization | None, other: 
     if is_url(source):
         return _running(read_server(source), role, quantization)
     if isinstance(source, str | Path):
-        return _folder(Path(source).expanduser(), role, quantization)
+        return _folder(Path(source).expanduser(), role, quantization, other)
     if hasattr(source, "llm_engine") and hasattr(source, "apply_model"):
         return _running(read_llm(source), role, quantization)
     if not isinstance(source, Mapping) and hasattr(source, "state_dict"):
@@ -118,9 +118,16 @@ def _running(engine: RunningEngine, role: str, quantization: Quantization | None
     )
 
 
-def _folder(folder: Path, role: str, quantization: Quantization | None) -> Side:
+def _folder(folder: Path, role: str, quantization: Quantization | None, other: Any) -> Side:
     require_folder(folder, role)
-    config = read_config(folder)
+    unread: tuple[str, ...] = ()
+    if (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        config = read_config(folder)
+    else:  # prime-rl's broadcasts are weights alone
+        config = _config_of(other)
+        for name in ("quantization_config", "compression_config"):
+            config.pop(name, None)
+        unread = (f"the {role}'s settings: {str(folder)!r} has no config.json",)
     shapes = tensor_shapes(folder)
     if not shapes:
         raise ModelError(
@@ -144,6 +151,7 @@ def _folder(folder: Path, role: str, quantization: Quantization | None) -> Side:
         config=config,
         quantization=quantization,
         layers=_layers(canonical(tensors, config, role)),
+        unread=unread,
     )
 
 

@@ -295,6 +295,75 @@ def test_token_exports_of_prime_rl_are_dumps(tmp_path: Path):
         qarl.verify.logprobs(file)
 
 
+def nemo_row(**changes: Any) -> dict[str, Any]:
+    """Return a row of NeMo-RL's log, in which every column is a list with one value."""
+    return {
+        "content": ["1 + 1"],
+        "rewards": [1.0],
+        "token_ids": [[5, 6, 7, 8, 0]],
+        "token_loss_mask": [[0, 0, 1, 1, 0]],
+        "generation_logprobs": [[0.0, 0.0, -1.0, -2.0, 0.0]],
+        "prev_logprobs": [[0.0, -9.0, -1.5, -2.0, 0.0]],
+        "idx": 0,
+    } | changes
+
+
+def test_train_data_of_nemo_rl_are_dumps(tmp_path: Path):
+    """Read NeMo-RL's own `train_data_step*.jsonl`, and not what its validations wrote beside it.
+
+    Blind spot: the rows are written by hand after NeMo-RL's logger.
+    """
+    write(tmp_path, [nemo_row()] * 2, "train_data_step3.jsonl")
+    write(tmp_path, [{"content": ["1 + 1"], "idx": 0}], "val_data_step3.jsonl")
+    report = qarl.verify.logprobs(tmp_path)
+    assert (report.completions, report.tokens) == (2, 4)
+    assert report.mean_abs == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (nemo_row(prev_logprobs=[[0.0] * 5]), "set that to false for a step"),
+        (
+            {"generation_logprobs": [[-1.0]], "prev_logprobs": [[-1.0]], "idx": 0},
+            "has no token_ids and no token_loss_mask, which its earlier versions did not write",
+        ),
+    ],
+)
+def test_rows_of_nemo_rl_that_lack_a_side_are_refused(tmp_path: Path, row: Any, words: str):
+    file = write(tmp_path, [row], "train_data_step1.jsonl")
+    with pytest.raises(qarl.verify.VerifyInputError, match=words):
+        qarl.verify.logprobs(file)
+
+
+def test_tokens_that_nobody_sampled_are_named_and_left_out(tmp_path: Path):
+    """A tool's answer of four tokens stands within the mask: the sampler has 0.0 for each. Three
+    tokens that both sides find certain are not such tokens.
+    """
+    sure = row([0.0, 0.0, 0.0, 0.0, -1.0], [0.0, -1e-6, 0.0, -1e-7, -1.0])
+    tool = row([-1.0, 0.0, 0.0, 0.0, 0.0, -2.0], [-1.0, -3.0, -4.0, -2.5, -6.0, -2.0])
+    report = qarl.verify.logprobs(write(tmp_path, [sure, tool]))
+    (cause,) = report.faults
+    assert (cause.name, cause.about) == ("not-sampled", ("row 1",))
+    assert report.tokens == 7
+    assert report.max_abs < 1e-5
+
+
+def test_a_dump_without_ages_does_not_blame_the_reload_alone(tmp_path: Path):
+    """An asynchronous trainer's first version is on-policy and the next is a version behind."""
+    rng = random.Random(5)
+    rows = []
+    for version in range(4):
+        for _ in range(8):
+            gap = 0.001 if version == 0 else 0.01
+            values = [-1.0 - rng.random() for _ in range(20)]
+            moved = [value + rng.choice([-gap, gap]) for value in values]
+            rows.append(row(values, moved, trainer_version=version))
+    (cause,) = qarl.verify.logprobs(write(tmp_path, rows)).faults
+    assert cause.name == "stale"
+    assert "does not say which version sampled" in cause.evidence
+
+
 @pytest.mark.parametrize(("later", "names"), [(1.0, []), (1.6, []), (3.2, ["stale"])])
 def test_a_reload_that_leaves_a_layer_out_shows_at_the_first_reload(
     tmp_path: Path, later: float, names: list[str]

@@ -25,6 +25,7 @@ from tests.support.drawn_checkpoints import (
     FAULTS,
     codes,
     draw_pair,
+    fused,
     linears,
     masters,
     quantization,
@@ -146,6 +147,19 @@ def test_stacked_experts_are_compared_one_by_one(tmp_path: Path):
     (cause,) = qarl.verify.weights(stacked, engine).faults
     assert cause.name == "expert-order"
     assert cause.about == tuple(f"model.layers.1.mlp.experts.{n}.down_proj" for n in (1, 2))
+
+
+def test_a_folder_of_weights_alone_is_compared_without_settings(tmp_path: Path):
+    """prime-rl's broadcasts have no config.json: its settings come from the engine's, and the
+    report says that they were not compared.
+    """
+    source, engine = pair(tmp_path)
+    fused_tensors = fused(read(source))
+    save_file(fused_tensors, source / "model.safetensors")
+    (source / "config.json").unlink()
+    report = qarl.verify.weights(source, engine)
+    assert report.agrees
+    assert any("has no config.json" in text for text in report.unchecked)
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ FAULTS = (
     "tied",
     "missing",
     "settings",
+    "scales",
 )
 
 
@@ -92,9 +93,14 @@ def quantization(tensors: Tensors, scheme: str) -> dict[str, Any]:
     return config
 
 
-def codes(tensors: Tensors, scheme: str, layers: list[str] | None = None) -> Tensors:
+def codes(
+    tensors: Tensors,
+    scheme: str,
+    layers: list[str] | None = None,
+    scales: torch.dtype = torch.bfloat16,
+) -> Tensors:
     """Return tensors with the codes of some layers, or of all that the scheme quantizes, in place
-    of their weights; others in bfloat16.
+    of their weights; others in bfloat16. scales: dtype of the codes' scales.
     """
     chosen = get_scheme(scheme)
     if layers is None:
@@ -105,7 +111,7 @@ def codes(tensors: Tensors, scheme: str, layers: list[str] | None = None) -> Ten
         if layer not in layers:
             result[name] = tensor.to(torch.bfloat16)
             continue
-        weight = materialize(tensor, chosen, torch.bfloat16)
+        weight = materialize(tensor, chosen, scales)
         result |= {f"{layer}.{leaf}": value for leaf, value in weight.tensors()}
     return result
 
@@ -298,10 +304,17 @@ def _listed(
 def _other_config(
     folder: Path, rng: random.Random, pair: Pair, tensors: Tensors, kind: str, scheme: str
 ) -> Pair:
-    """Plant a fault into settings or the output head."""
+    """Plant a fault into settings, the output head, or the dtype of scales."""
     settings = _settings(tensors, scheme)
     published = codes(tensors, scheme)
-    if kind == "settings":
+    if kind == "scales":
+        full = codes(tensors, scheme, scales=torch.float32)
+        pair.trainer = write(folder / "codes", pair.trainer, full, **settings)
+        published = {
+            name: value.to(torch.bfloat16) if name.endswith("weight_scale") else value
+            for name, value in full.items()
+        }
+    elif kind == "settings":
         settings |= rng.choice([{"rms_norm_eps": 1e-3}, {"num_key_value_heads": 4}])
     else:
         tied = {name: value for name, value in tensors.items() if name != "lm_head.weight"}
@@ -313,5 +326,5 @@ def _other_config(
 Planter = Callable[[Path, random.Random, Pair, Tensors, str, str], Pair]
 _PLANTERS: dict[str, Planter] = {
     **dict.fromkeys(("ignore-list", "scheme", "group-size", "protected"), _listed),
-    **dict.fromkeys(("tied", "settings"), _other_config),
+    **dict.fromkeys(("tied", "settings", "scales"), _other_config),
 }

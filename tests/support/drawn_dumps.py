@@ -5,7 +5,7 @@ same transformers model, whose logits the fault changes on one side.
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,10 +148,17 @@ FAULTS = (
     "prompt",
     "scheme",
     "sequences",
+    "not-sampled",
 )
+TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 1.15, 1.3)
 
 
-def draw_dump(rng: random.Random, kind: str, completions: int = 40) -> Drawn:
+def draw_dump(
+    rng: random.Random,
+    kind: str,
+    completions: int = 40,
+    temperatures: Sequence[float] = TEMPERATURES,
+) -> Drawn:
     """Return a dump of a random model, with a fault of that kind or a clean one."""
     family, model = draw_model(rng)
     own: Logits = lambda ids: model(ids).logits.float()  # noqa: E731
@@ -164,7 +171,7 @@ def draw_dump(rng: random.Random, kind: str, completions: int = 40) -> Drawn:
     drawn.said["trainer"] = str(rounding)
     sampling: dict[str, Any] = {}
     if kind == "temperature":
-        sampling["temperature"] = rng.choice([0.5, 0.6, 0.7, 0.8, 0.9, 1.15, 1.3])
+        sampling["temperature"] = rng.choice(temperatures)
     if kind == "truncation":
         sampling = rng.choice([{"top_p": 0.8}, {"top_p": 0.95}, {"top_k": 5}, {"top_k": 20}])
     sampler = own
@@ -200,7 +207,7 @@ def draw_dump(rng: random.Random, kind: str, completions: int = 40) -> Drawn:
     ]
     _finish(rng, kind, drawn, model, trainer, prompts)
     for row in drawn.rows:
-        if kind not in ("padding", "prompt"):
+        if kind not in ("padding", "prompt", "not-sampled"):
             length = rng.randrange(max(6, tokens // 3), tokens + 1)
             for name in ("completion_ids", "sampler_logprobs", "trainer_logprobs"):
                 row[name] = row[name][:length]
@@ -240,6 +247,17 @@ def _finish(
             row["trainer_logprobs"] = [0.0, *before, *row["trainer_logprobs"]]
             row["sampler_logprobs"] = [0.0] * len(row["prompt_ids"]) + row["sampler_logprobs"]
             row["completion_ids"] = ids[0].tolist()
+    elif kind == "not-sampled":
+        own: Logits = lambda ids: model(ids).logits.float()  # noqa: E731
+        for row in rows:
+            answer = [rng.randrange(1, VOCABULARY) for _ in range(rng.randrange(4, 13))]
+            n = rng.randrange(1, len(row["completion_ids"]))
+            row["completion_ids"][n:n] = answer
+            prompt = torch.tensor([row["prompt_ids"]])
+            ids = torch.tensor([row["completion_ids"]])
+            row["trainer_logprobs"] = score(trainer, prompt, ids)[0].tolist()
+            row["sampler_logprobs"] = score(own, prompt, ids)[0].tolist()
+            row["sampler_logprobs"][n : n + len(answer)] = [0.0] * len(answer)
     elif kind == "sequences":
         chosen = rng.sample(
             range(len(rows)),
@@ -259,6 +277,47 @@ def _finish(
     elif rng.random() < 0.5:
         for row in rows:
             row |= {"weight_version": 7, "trainer_version": 7}
+
+
+def draw_reloads(rng: random.Random, skips: bool) -> Drawn:
+    """Return a dump of five weight versions, which say the trainer's version alone.
+
+    skips: Leave one matrix of the sampler as it was in version 0.
+    """
+    family, model = draw_model(rng)
+    rounding = rng.choice([None, torch.bfloat16, torch.float16])
+    size = rng.uniform(0.05, 0.15)
+    drawn = Drawn([], "stale" if skips else "", {"family": family, "size": size})
+    drawn.said["trainer"] = str(rounding)
+    trained = clone(model)
+    names = [n for n, p in trained.named_parameters() if p.ndim >= 2 and "layers" in n]
+    skipped = rng.choice([n for n in names if not n.endswith("mlp.gate.weight")]) if skips else ""
+    drawn.said["skipped"] = skipped
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    torch.manual_seed(rng.randrange(2**31))
+    for version in range(5):
+        engine = clone(trained)
+        if skips:
+            engine.get_parameter(skipped).copy_(model.get_parameter(skipped))
+        trainer = rounded(trained, rounding or torch.float32)
+        prompts = torch.randint(1, VOCABULARY, (8, 6))
+        ids, sampled = sample(rounded(engine, torch.float32), prompts, 32)
+        scored = score(trainer, prompts, ids)
+        drawn.rows += [
+            {
+                "prompt_ids": prompt.tolist(),
+                "completion_ids": row.tolist(),
+                "sampler_logprobs": s.tolist(),
+                "trainer_logprobs": t.tolist(),
+                "advantage": rng.gauss(0, 1),
+                "trainer_version": version,
+            }
+            for prompt, row, s, t in zip(prompts, ids, sampled, scored, strict=True)
+        ]
+        for name in names:
+            weight = trained.get_parameter(name)
+            weight.add_(torch.randn(weight.shape, generator=generator) * size * weight.std())
+    return drawn
 
 
 def _plant_age(
