@@ -15,7 +15,10 @@ from compressed_tensors.quantization import QuantizationScheme
 
 from qarl.configs.words import few
 from qarl.quant.schemes import is_protected
+from qarl.verify.compare_experts import LEAVES as EXPERT_LEAVES
+from qarl.verify.compare_experts import compare_experts
 from qarl.verify.differences import Sketch, diagnose, distance, sketch
+from qarl.verify.engines import HeldExperts
 from qarl.verify.findings import Cause, Report, VerifyInputError, fault
 from qarl.verify.lines import outcome_lines, wrapped
 from qarl.verify.quantization import (
@@ -141,6 +144,7 @@ class _Comparison:
             LayerResult(name, self._layer(name), describe(_stored_scheme(self._engine, name)))
             for name in names
         ]
+        results += [result for held in self._engine.experts for result in self._experts(held)]
         self._causes += _tied(self._trainer, self._engine)
         for name in self._different:
             self._causes.append(self._diagnosed(name))
@@ -194,6 +198,43 @@ class _Comparison:
                 self._causes.append(fault("stale", f"{name}.{leaf}", text))
                 state = "different"
         return state
+
+    def _experts(self, held: HeldExperts) -> Iterator[LayerResult]:
+        """Yield the results of a running engine's experts of one layer."""
+        quantization = self._engine.quantization
+        scheme = quantization and quantization.scheme(f"{held.name}.0.{EXPERT_LEAVES[0]}")
+        inputs = scheme is not None and scheme.input_activations is not None
+        try:
+            compared = list(
+                compare_experts(
+                    held,
+                    self._trainer,
+                    lambda name: self._expected(name, scheme or None),
+                    inputs,
+                )
+            )
+        except KeyError:
+            self._unchecked.append(
+                f"the engine's experts {held.name!r}: the trainer names no such experts"
+            )
+            return
+        for name, state, cause in compared:
+            self._causes += [] if cause is None else [cause]
+            yield LayerResult(name, state, describe(scheme or None))
+
+    def _expected(self, name: str, scheme: QuantizationScheme | None) -> torch.Tensor | None:
+        """Return the trainer's weight of a layer, fp32 [O, I]; None if it has none.
+
+        Masters are rounded to codes by the engine's scheme first.
+        """
+        if name not in self._trainer.layers:
+            return None
+        tensors = self._trainer.read(name)
+        value = _value(self._trainer, name, tensors)
+        if value is None or scheme is None or _stored_scheme(self._trainer, name) is not None:
+            return None if value is None else value.float()
+        codes = rounded(value, scheme, torch.bfloat16, name)
+        return value.float() if codes is None else codes.dequantized().float()
 
     def _values(
         self, name: str, ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]

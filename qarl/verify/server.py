@@ -55,13 +55,13 @@ class VllmServer:
         answer = self.get("/weight_info", missing=(404,))
         return None if answer is None else answer.get("weight_version")
 
-    def call(self, method: str, **arguments: Any) -> Any:
-        """Return the result of a method of the server's first worker; None if it has no such
-        method.
+    def call(self, method: str, **arguments: Any) -> list[Any] | None:
+        """Return the results of a method of the server's workers, one a worker; None if they have
+        no such method.
         """
         body = {"method": method, "kwargs": arguments}
         answer = self.get("/collective_rpc", body, missing=(404, 405), lacks=method)
-        return None if answer is None else answer["results"][0]
+        return None if answer is None else answer["results"]
 
     def get(
         self,

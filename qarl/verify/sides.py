@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from qarl.configs.errors import ModelError
 from qarl.quant.checkpoint.folder import read_config, tensor_shapes, weight_files
-from qarl.verify.engines import RunningEngine, read_llm, read_server
+from qarl.verify.engines import HeldExperts, RunningEngine, read_llm, read_server
 from qarl.verify.findings import VerifyInputError
 from qarl.verify.folders import require_folder
 from qarl.verify.names import Stored, canonical
@@ -37,6 +37,8 @@ class Side:
     """Layer → its tensors, by their names in it, such as "weight_packed"."""
     effective: bool = False
     """Whether weights were read through the layers' own products, so that codes are not seen."""
+    experts: tuple[HeldExperts, ...] = ()
+    """Routed experts that can be asked for their outputs alone, of a running engine."""
     unread: tuple[str, ...] = ()
     """What of the side cannot be read, in sentences."""
     check: Callable[[], None] = lambda: None
@@ -113,6 +115,7 @@ def _running(engine: RunningEngine, role: str, quantization: Quantization | None
         quantization=parsed or quantization,
         layers=_layers(canonical(engine.tensors, engine.config, role)),
         effective=True,
+        experts=engine.experts,
         unread=engine.unread,
         check=engine.check,
     )

@@ -1,6 +1,6 @@
 """`qarl.verify.weights` of a running vLLM, whose kernels have repacked the weights.
 
-Blind spot: dense models on CPUs; experts are reported as not compared.
+Tensor-parallel ranks are compared in test_ranks_engine.py. Blind spot: CPUs only.
 """
 
 import http.server
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import qarl
 from qarl.cli.main import main
@@ -47,6 +48,36 @@ def test_a_running_engine_is_compared_with_masters(
     assert len(quantized) == 14  # two decoder layers of q, k, v, o, gate, up, down
     assert any(each.name == "model.embed_tokens" for each in report.layers)
     assert (cause.name, cause.about) == ("stale", (layer,))
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "w8a8"])
+def test_a_running_engines_experts_are_compared_by_their_outputs(
+    scheme: str, random_experts: Policies, tmp_path: Path
+):
+    """Contract: experts of the trainer's masters agree, two that are exchanged and one that moved
+    are named, each alone.
+    """
+    folder = random_experts(False)
+    tensors = read(folder)
+    engine = start_engine(make_model(folder, scheme), folder, tmp_path / "export")
+    report = qarl.verify.weights(folder, engine._llm)
+    block = "model.layers.1.mlp.experts"
+    swapped = dict(tensors)
+    for leaf in ("gate_proj", "up_proj", "down_proj"):
+        one, other = (f"{block}.{n}.{leaf}.weight" for n in (0, 2))
+        swapped[one], swapped[other] = tensors[other], tensors[one]
+    exchanged = qarl.verify.weights(swapped, engine._llm)
+    name = f"{block}.3.up_proj.weight"
+    torch.manual_seed(0)
+    noise = torch.randn_like(tensors[name]) * 0.3 * tensors[name].std()
+    moved = qarl.verify.weights(tensors | {name: tensors[name] + noise}, engine._llm)
+    engine.close()
+    assert report.agrees, report.lines()
+    assert any(each.name == f"{block}.3" for each in report.layers)
+    assert not any("experts" in text for text in report.unchecked)
+    named = [(cause.name, cause.about) for cause in exchanged.faults]
+    assert named == [("expert-order", (f"{block}.0", f"{block}.2"))]
+    assert [(cause.name, cause.about) for cause in moved.faults] == [("stale", (f"{block}.3",))]
 
 
 @pytest.mark.slow
@@ -112,7 +143,14 @@ def answering() -> Iterator[tuple[str, dict[str, tuple[int, Any]]]]:
 
 MODELS = {"data": [{"id": "policy"}]}
 NO_METHOD = {"error": {"message": "'CPUWorker' object has no attribute 'qarl_held_weights'"}}
-HELD = {"config": {}, "quantization": None, "workers": 2, "tensors": [], "others": {}}
+HELD = {
+    "config": {},
+    "quantization": None,
+    "stages": 2,
+    "expert_parallel": False,
+    "tensors": [],
+    "others": {},
+}
 REFUSED = {
     "another server": ({}, "answers /v1/models with status 404"),
     "no model": ({"/v1/models": (200, {"data": []})}, "lists no model at /v1/models"),
@@ -126,9 +164,16 @@ REFUSED = {
         "it was started without the worker extension. Start it with VLLM_SERVER_DEV_MODE=1 vllm"
         " serve … --worker-extension-cls qarl.verify.HeldWeights",
     ),
-    "several workers": (
+    "stages": (
         {"/v1/models": (200, MODELS), "/collective_rpc": (200, {"results": [HELD]})},
-        "the engine has 2 workers, each with a part of every layer",
+        "the engine runs with pipeline_parallel_size 2, by which each worker has some layers",
+    ),
+    "experts of other workers": (
+        {
+            "/v1/models": (200, MODELS),
+            "/collective_rpc": (200, {"results": [HELD | {"stages": 1, "expert_parallel": True}]}),
+        },
+        "the engine runs with enable_expert_parallel",
     ),
 }
 

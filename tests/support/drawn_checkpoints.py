@@ -135,6 +135,8 @@ def draw_pair(folder: Path, rng: random.Random, kind: str) -> Pair:
     if kind in ("fused", "exchanged", "group-size") and family == "qwen3-moe":
         family = "llama"
     dtype = torch.bfloat16 if kind == "bf16-masters" or rng.random() < 0.3 else torch.float32
+    if kind == "scales":  # those of 16-bit masters may lose nothing in 16 bits
+        dtype = torch.float32
     source = folder / "masters"
     masters(source, rng, dtype, family)
     scheme = rng.choice(SCHEMES)
