@@ -303,6 +303,8 @@ def line(cells: tuple[str, ...]) -> str:
 
 def verify(rows: list[dict[str, Any]]) -> str:
     """Return the table of `python -m benchmarks.verify`."""
+    if rows[0]["form"] == "trainers":
+        return _verify_by_trainer(rows)
     lines = [line(("kind", "", "right", "drawn", "named in the others")), "|---|---|---:|---:|---|"]
     for row in rows:
         cells = (
@@ -317,6 +319,23 @@ def verify(rows: list[dict[str, Any]]) -> str:
         of_kind = [row for row in rows if row["clean"] == clean]
         right, drawn = (str(sum(row[name] for row in of_kind)) for name in ("right", "drawn"))
         lines.append(line((f"**all {word}**", "", right, drawn, "")))
+    return "\n".join(lines) + "\n"
+
+
+def _verify_by_trainer(rows: list[dict[str, Any]]) -> str:
+    """Return the table of `python -m benchmarks.verify --form trainers`, a row a trainer."""
+    lines = [
+        line(("trainer", "faults named rightly", "clean ones without a fault", "misses")),
+        "|---|---:|---:|---|",
+    ]
+    for trainer in dict.fromkeys(row["kind"] for row in rows):
+        of_trainer = {row["clean"]: row for row in rows if row["kind"] == trainer}
+        counts = [
+            f"{of_trainer[clean]['right']} of {of_trainer[clean]['drawn']}"
+            for clean in (False, True)
+        ]
+        misses = [miss for row in of_trainer.values() for miss in row["named_otherwise"]]
+        lines.append(line((trainer, *counts, "; ".join(misses) or "–")))
     return "\n".join(lines) + "\n"
 
 

@@ -68,10 +68,41 @@ def test_two_steps_are_exact_and_a_resumed_training_ends_equal(random_policy, tm
             0.0,
         ]
         assert logs[-1]["grad_norm"] > 0
+        for batch in trainer._buffered_inputs:  # two prompts of four completions each
+            assert len(batch["prompt_ids"].unique(dim=0)) == 2
         assert not any(map(torch.equal, before, policy.parameters()))
         results.append((policy.export(tmp_path / f"export-{len(results)}"), logs[-1]["loss"]))
         trainer.engine.close()
     assert results[0] == results[1]
+
+
+def test_completions_of_one_prompt_are_put_side_by_side():
+    """Every row keeps its values; prompts come in the order of their first completions."""
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(5, (12,), generator=generator)
+    rows = torch.arange(12)
+    batches = [
+        {
+            "prompt_ids": torch.stack([prompts[part], prompts[part] * 2], 1),
+            "advantages": rows[part].float(),
+            "images": [f"image {n}" for n in rows[part].tolist()],
+            "num_items_in_batch": torch.tensor(7),
+            "tool_mask": None,
+        }
+        for part in (slice(0, 6), slice(6, 12))
+    ]
+    sorted_batches = grpo.by_prompt(batches)
+    order = torch.cat([batch["advantages"] for batch in sorted_batches]).long()
+    assert sorted(order.tolist()) == list(range(12))
+    firsts = list(dict.fromkeys(prompts.tolist()))
+    expected = [n for prompt in firsts for n in range(12) if prompts[n] == prompt]
+    assert order.tolist() == expected
+    moved = torch.cat([batch["prompt_ids"] for batch in sorted_batches])
+    assert torch.equal(moved[:, 0], prompts[order])
+    images = [image for batch in sorted_batches for image in batch["images"]]
+    assert images == [f"image {n}" for n in order.tolist()]
+    assert all(batch["num_items_in_batch"] == 7 for batch in sorted_batches)
+    assert all(batch["tool_mask"] is None for batch in sorted_batches)
 
 
 @pytest.mark.parametrize("new_tokens", [3, 24])

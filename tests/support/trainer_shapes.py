@@ -52,7 +52,7 @@ def draw_dump(trainer: str, rng: random.Random, kind: str, folder: Path) -> Writ
     if kind in ("stale", "reloaded"):
         drawn = drawn_dumps.draw_reloads(rng, skips=kind == "stale")
     else:
-        drawn = drawn_dumps.draw_dump(rng, kind, temperatures=TEMPERATURES)
+        drawn = drawn_dumps.draw_dump(rng, kind, completions=32, temperatures=TEMPERATURES)
     by_version: dict[int, Rows] = {}
     for row in drawn.rows:
         by_version.setdefault(row.get("trainer_version", 0), []).append(row)

@@ -52,16 +52,20 @@ _REFUSED = {
         " vllm_tensor_parallel_size vllm_structured_outputs_regex"
     ),
     "masters would be moved, cut or rounded; the policy is what qarl.align made": (
-        "fp16 bf16_full_eval fp16_full_eval deepspeed fsdp model_init_kwargs peft_config"
-        " quantization_config"
+        "fp16 bf16_full_eval fp16_full_eval deepspeed fsdp model_init_kwargs quantization_config"
     ),
+    (
+        "adapters beside the base are not in the codes that the engine samples from; `qarl train"
+        " --learner.lora.name lora` merges them into every weight version"
+    ): "peft_config",
     "it changes a forward that does not run, for the policy's is the engine's": (
         "use_liger_kernel cast_lm_head_to_fp32 torch_compile neftune_noise_alpha"
     ),
     "the learner's log-probs are of all tokens": "top_p top_k min_p repetition_penalty",
-    "TRL's own loop would sample several turns, which is not proven exact": (
-        "tools environment_factory rollout_func"
-    ),
+    (
+        "TRL's own loop would sample several turns, which is not proven exact; `qarl train` has"
+        " environments and tools"
+    ): "tools environment_factory rollout_func",
     "the policy's entropies carry no gradient": "entropy_coef use_adaptive_entropy",
     (
         "TRL's reference is an unquantized model, not what the policy was at first; `qarl train`"
@@ -168,6 +172,14 @@ class LowBitGRPOTrainer(GRPOTrainer):
         logprobs = [[[logprob] for logprob in c.logprobs] for c in completions]
         return prompts, [list(c.token_ids) for c in completions], logprobs, None
 
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        before = self._buffered_inputs
+        inputs = super()._prepare_inputs(generation_batch)
+        if not self.model.training or self._buffered_inputs is before:
+            return inputs
+        self._buffered_inputs = by_prompt(self._buffered_inputs)
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
         old = output.get("old_per_token_logps")
@@ -260,6 +272,35 @@ def adapt(policy: Policy, args: Any, trl: dict[str, Any]) -> None:
     args.bf16 = False
     args.mixed_precision = "no"
     trl["callbacks"] = [_Refresh(policy), *(trl.get("callbacks") or [])]
+
+
+def by_prompt(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return TRL's shuffled batches with the completions of one prompt beside each other, so that
+    a forward computes their prompt once. Prompts are in the order of their first completions.
+
+    batches: equal numbers of completions, padded alike; tensors [B, ...], lists, and what all
+    completions have in common.
+    """
+    prompts = torch.cat([batch["prompt_ids"] for batch in batches])
+    _, prompt = prompts.unique(dim=0, return_inverse=True)
+    first = torch.full((len(prompts),), len(prompts)).scatter_reduce(
+        0, prompt.cpu(), torch.arange(len(prompts)), "amin"
+    )
+    order = first[prompt.cpu()].argsort(stable=True)
+    size = len(prompts) // len(batches)
+    result: list[dict[str, Any]] = [{} for _ in batches]
+    for name, value in batches[0].items():
+        parts: Any = [value] * len(batches)
+        if isinstance(value, torch.Tensor) and value.ndim:
+            values = torch.cat([batch[name] for batch in batches])
+            parts = values[order.to(values.device)].split(size)
+        elif isinstance(value, list):
+            flat = [item for batch in batches for item in batch[name]]
+            moved = [flat[n] for n in order.tolist()]
+            parts = [moved[n : n + size] for n in range(0, len(moved), size)]
+        for batch, part in zip(result, parts, strict=True):
+            batch[name] = part
+    return result
 
 
 def opened_for(args: Any, engine: Engine) -> RolloutConfig:
