@@ -5,8 +5,7 @@ python -m benchmarks.low_bit_trl [--steps 100] [--seeds 1] [--json FILE]
 TRL is needed; the CPU lock has it. Seconds per step and accuracy are compared on the embedded
 default's policy, task and sizes, with TBPO by TRL's options (docs/guide/trl.md) and AdamW.
 Each learner runs in a process of its own, one after the other. A step's seconds are the median of
-the first seed's steps after the third, by the clock and of all the process's threads (CPU), which
-other work on the machine disturbs less; accuracy is the mean over the seeds.
+the first seed's steps after the third; accuracy is the mean over the seeds.
 """
 
 # TRL exports its names lazily, and types its trainers' attributes as transformers' own.
@@ -26,16 +25,11 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-from rich.console import Console
 
 import qarl
 from qarl.cli.options import json_file, write_json
-from qarl.learner.processes import Processes
-from qarl.loop import train
-from qarl.report.dashboard import Dashboard
-from qarl.report.metrics import StepMetrics, read_metrics
+from qarl.report.metrics import read_metrics
 from qarl.report.record import record
-from qarl.report.run_folder import RunFolder
 from qarl.run.policy import model_folder
 
 _MODEL = "tiny-qwen3"
@@ -45,24 +39,8 @@ _WARM = 3
 _HELD_OUT = 512
 
 
-def of_steps(ended: list[tuple[float, float]]) -> dict[str, float]:
-    """Return the median seconds and CPU seconds of steps, from the clocks at their ends."""
-    pairs = list(pairwise(ended))[_WARM:]
-    return {
-        "seconds": median(after[0] - before[0] for before, after in pairs),
-        "cpu_seconds": median(after[1] - before[1] for before, after in pairs),
-    }
-
-
 def trained_by_qarl(steps: int, seed: int) -> dict[str, Any]:
     """Run `qarl train` with AdamW at TRL's rate and return its figures."""
-    ended = []
-
-    class Clock(Dashboard):
-        def stepped(self, metrics: StepMetrics, warnings: Any = ()) -> None:
-            super().stepped(metrics, warnings)
-            ended.append((time.perf_counter(), time.process_time()))
-
     adamw = {"name": "adamw", "lr": _LR, "weight_decay": 0.0, "decay_steps": 0}
     options = {f"learner.optimizer.{key}": value for key, value in adamw.items()}
     with tempfile.TemporaryDirectory() as folder:
@@ -73,13 +51,15 @@ def trained_by_qarl(steps: int, seed: int) -> dict[str, Any]:
             "eval.every": steps,
             "eval.problems": _HELD_OUT,
         }
-        config = qarl.config(_MODEL, {**run, **options})
-        with Clock(config, Console(file=sys.stderr)) as dashboard:
-            outcome = train(config, RunFolder.create(config), dashboard, Processes())
+        outcome = qarl.train(qarl.config(_MODEL, {**run, **options}))
         lines = read_metrics(Path(folder) / "run" / "metrics.jsonl")
+    seconds = [
+        sum(v for k, v in line.items() if k.startswith("seconds/") and k.count("/") == 1)
+        for line in lines
+    ]
     off = max(line["learn/mismatch/max_abs"] for line in lines)
     return {
-        **of_steps(ended[:-1]),  # the last step evaluates, too
+        "seconds": median(seconds[_WARM:-1]),
         "accuracy": outcome.export_accuracy,
         "max_abs": off,
     }
@@ -116,7 +96,7 @@ def trained_by_trl(low_bit: bool, steps: int, seed: int) -> dict[str, Any]:
     class Clock(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step % _UPDATES == 0:
-                ended.append((time.perf_counter(), time.process_time()))
+                ended.append(time.perf_counter())
 
     samples = settings.rollout.samples
     args = GRPOConfig(
@@ -185,9 +165,10 @@ def trained_by_trl(low_bit: bool, steps: int, seed: int) -> dict[str, Any]:
     )
     name = "sampling/sampling_logp_difference/max"
     history = trainer.state.log_history
+    seconds = [after - before for before, after in pairwise(ended)]
     off = max((entry[name] for entry in history if name in entry), default=None)
     return {
-        **of_steps(ended),
+        "seconds": median(seconds[_WARM:]),
         "accuracy": right / len(held_out),
         "max_abs": off,
     }
@@ -239,8 +220,7 @@ def main() -> int:
             "accuracies": accuracies,
             "max_abs": most,
         }
-        times = {name: seeds[0][name] for name in ("seconds", "cpu_seconds")}
-        rows.append({"learner": learner, **times, **means})
+        rows.append({"learner": learner, "seconds": seeds[0]["seconds"], **means})
     write_json(options.json, record(sys.argv[1:], rows, "python -m benchmarks.low_bit_trl"))
     return 0
 

@@ -30,7 +30,7 @@ Weight = Callable[[str], torch.Tensor | None]
 
 
 def compare_experts(
-    held: HeldExperts,
+    experts: HeldExperts,
     trainer: Side,
     weight: Weight,
     quantized_inputs: bool,
@@ -38,7 +38,7 @@ def compare_experts(
     """Yield each expert's name, its state, and the cause if it differs.
 
     Args:
-        held: The engine's experts of one layer.
+        experts: The engine's experts of one layer.
         trainer: The trainer's side.
         weight: Reads the trainer's matrices.
         quantized_inputs: Whether the engine quantizes activations.
@@ -50,21 +50,21 @@ def compare_experts(
         (
             leaves
             for leaves in _OTHER_LEAVES
-            if all(f"{held.name}.0.{leaf}" in trainer.layers for leaf in leaves)
+            if all(f"{experts.name}.0.{leaf}" in trainer.layers for leaf in leaves)
         ),
         None,
     )
     if leaves is None:
-        raise KeyError(held.name)
+        raise KeyError(experts.name)
     bound = _BOUND_OF_ACTIVATIONS if quantized_inputs else _BOUND
     expected: dict[int, torch.Tensor] = {}
-    for number in range(held.count):
-        matrices = [weight(f"{held.name}.{number}.{leaf}") for leaf in leaves]
+    for number in range(experts.count):
+        matrices = [weight(f"{experts.name}.{number}.{leaf}") for leaf in leaves]
         if all(matrix is not None for matrix in matrices):
             expected[number] = _outputs([m for m in matrices if m is not None])
-    for number in range(held.count):
-        name = f"{held.name}.{number}"
-        outputs = held.outputs(number).float()
+    for number in range(experts.count):
+        name = f"{experts.name}.{number}"
+        outputs = experts.outputs(number).float()
         distances = {other: _distance(outputs, each) for other, each in expected.items()}
         nearest = min(distances, key=lambda other: distances[other], default=number)
         if number not in distances:

@@ -144,7 +144,7 @@ class _Comparison:
             LayerResult(name, self._layer(name), describe(_stored_scheme(self._engine, name)))
             for name in names
         ]
-        results += [result for held in self._engine.experts for result in self._experts(held)]
+        results += [result for experts in self._engine.experts for result in self._experts(experts)]
         self._causes += _tied(self._trainer, self._engine)
         for name in self._different:
             self._causes.append(self._diagnosed(name))
@@ -199,15 +199,15 @@ class _Comparison:
                 state = "different"
         return state
 
-    def _experts(self, held: HeldExperts) -> Iterator[LayerResult]:
+    def _experts(self, experts: HeldExperts) -> Iterator[LayerResult]:
         """Yield the results of a running engine's experts of one layer."""
         quantization = self._engine.quantization
-        scheme = quantization and quantization.scheme(f"{held.name}.0.{EXPERT_LEAVES[0]}")
+        scheme = quantization and quantization.scheme(f"{experts.name}.0.{EXPERT_LEAVES[0]}")
         inputs = scheme is not None and scheme.input_activations is not None
         try:
             compared = list(
                 compare_experts(
-                    held,
+                    experts,
                     self._trainer,
                     lambda name: self._expected(name, scheme or None),
                     inputs,
@@ -215,7 +215,7 @@ class _Comparison:
             )
         except KeyError:
             self._unchecked.append(
-                f"the engine's experts {held.name!r}: the trainer names no such experts"
+                f"the engine's experts {experts.name!r}: the trainer names no such experts"
             )
             return
         for name, state, cause in compared:

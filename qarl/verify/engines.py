@@ -86,7 +86,7 @@ def read_llm(llm: Any) -> RunningEngine:
         quantization=quantization_settings(model_config),
         tensors=_tensors(ranks, part),
         experts=_experts(ranks, part),
-        unread=_unread(others),
+        unread=_unread(others, ranks),
         check=lambda: None,
     )
 
@@ -139,7 +139,7 @@ def read_server(url: str) -> RunningEngine:
         quantization=listed["quantization"],
         tensors=_tensors(ranks, part),
         experts=_experts(ranks, part),
-        unread=_unread(listed["others"]),
+        unread=_unread(listed["others"], ranks),
         check=check,
     )
 
@@ -168,9 +168,11 @@ def _tensors(ranks: Sequence[Sequence["HeldWeight"]], part: Part) -> dict[str, S
 
 
 def _experts(ranks: Sequence[Sequence["HeldWeight"]], part: Part) -> tuple[HeldExperts, ...]:
+    if len(ranks) > 1:
+        return ()
+
     def outputs(layer: str, expert: int) -> "torch.Tensor":
-        summands = part(layer, "experts", expert, 1)
-        return sum(summands[1:], summands[0])[0]
+        return part(layer, "experts", expert, 1)[0][0]
 
     return tuple(
         HeldExperts(
@@ -240,7 +242,15 @@ def _no_part(index: int) -> "torch.Tensor":
     raise AssertionError("an engine's tensor is read whole")
 
 
-def _unread(others: dict[str, list[str]]) -> tuple[str, ...]:
+def _unread(
+    others: dict[str, list[str]], ranks: Sequence[Sequence["HeldWeight"]]
+) -> tuple[str, ...]:
+    divided = [weight.name for weight in ranks[0] if weight.kind == "experts"]
+    if divided and len(ranks) > 1:
+        return (
+            f"the engine's experts (such as {divided[0]}): {len(ranks)} ranks divide each; compare"
+            " the checkpoint that the engine loads",
+        )
     return tuple(
         f"the engine's {kind} (such as {names[0]}): their kernel routes tokens itself, or their"
         " activation is not silu; compare the checkpoint that the engine loads"

@@ -1,6 +1,6 @@
 """`qarl.verify.weights` of a running vLLM, whose kernels have repacked the weights.
 
-Tensor-parallel ranks are compared in test_ranks_engine.py. Blind spot: CPUs only.
+Tensor-parallel ranks are compared in tests/qarl/test_verify_ranks.py. Blind spot: CPUs only.
 """
 
 import http.server

@@ -1,15 +1,20 @@
 """`qarl verify` of tensor-parallel ranks: the parts that vLLM's own layers hold are put together.
 
-Blind spot: the ranks' layers stand in one process, unquantized; tests/engine/test_ranks_engine.py
-compares a real server of two ranks.
+Blind spot: the ranks' layers stand in one process, unquantized, and HTTP is left out; experts that
+ranks divide are not among them.
 """
+
+import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from qarl.quant.kernels.held_weights import list_weights, weight_part
-from qarl.verify.engines import _tensors
+from qarl.quant.kernels.held_weights import HeldWeights
+from qarl.verify.engines import read_server
+from qarl.verify.server import VllmServer
 
 HIDDEN, HEADS, GROUPS, HEAD, MLP, WORDS = 64, 8, 2, 16, 96, 150
 
@@ -66,19 +71,31 @@ def rank_model(
         }
         for name, layer in layers.items():
             model.add_module(name, layer)
-            for leaf, held in layer.named_parameters():
-                loader, tensor = held.weight_loader, tensors[f"{name}.{leaf}"]
+            for leaf, stored in layer.named_parameters():
+                loader, tensor = stored.weight_loader, tensors[f"{name}.{leaf}"]
                 if name not in splits:
-                    loader(held, tensor)
+                    loader(stored, tensor)
                     continue
                 sizes, shards = splits[name]
                 for part, shard in zip(tensor.split(sizes), shards, strict=True):
-                    loader(held, part, shard)
+                    loader(stored, part, shard)
             layer.quant_method.process_weights_after_loading(layer)
     norm = nn.LayerNorm(HIDDEN, bias=False, dtype=dtype)
     norm.weight.data.copy_(tensors["norm.weight"])
     model.add_module("norm", norm)
     return model
+
+
+class Worker(HeldWeights):
+    """What a rank's worker has of what the extension reads."""
+
+    def __init__(self, model: nn.Module):
+        settings = SimpleNamespace(to_dict=lambda: {"hidden_size": HIDDEN})
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(hf_text_config=settings, hf_config=SimpleNamespace()),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=1, enable_expert_parallel=False),
+        )
+        self.model_runner = SimpleNamespace(get_model=lambda: model)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -87,15 +104,16 @@ def test_the_parts_of_ranks_are_the_whole(ranks: int, monkeypatch: pytest.Monkey
     two ranks hold, and of words that do not divide into equal parts.
     """
     tensors = whole()
-    models = [rank_model(rank, ranks, tensors, monkeypatch) for rank in range(ranks)]
-    listed = [list_weights(model)[0] for model in models]
-    read = _tensors(
-        listed,
-        lambda layer, kind, start, count: [
-            weight_part(layer, kind, start, count, model)  # pyright: ignore[reportArgumentType]
-            for model in models
-        ],
-    )
+    workers = [Worker(rank_model(rank, ranks, tensors, monkeypatch)) for rank in range(ranks)]
+
+    def call(server: VllmServer, method: str, **arguments: Any) -> Any:
+        results = [getattr(worker, method)(**arguments) for worker in workers]
+        return json.loads(json.dumps(results))
+
+    monkeypatch.setattr(VllmServer, "call", call)
+    monkeypatch.setattr(VllmServer, "model", lambda server: "policy")
+    monkeypatch.setattr(VllmServer, "weight_version", lambda server: None)
+    read = read_server("http://127.0.0.1:9").tensors
     assert read.keys() == tensors.keys()
     for name, stored in read.items():
         assert stored.shape == tuple(tensors[name].shape), name

@@ -173,7 +173,14 @@ def _vector(name: str, parameter: nn.Parameter, model: nn.Module) -> HeldWeight:
     repeats: tuple[int, ...] = ()
     if name.endswith(".bias") and hasattr(owner, "tp_size"):
         parts, repeats = _rows_of_rank(owner)
-    return HeldWeight(name, name, tuple(parameter.shape), "vector", parts, repeats)
+    return HeldWeight(
+        name=name,
+        layer=name,
+        shape=tuple(parameter.shape),
+        kind="vector",
+        parts=parts,
+        repeats=repeats,
+    )
 
 
 def weight_part(layer: str, kind: Kind, start: int, count: int, model: nn.Module) -> torch.Tensor:
@@ -188,7 +195,7 @@ def weight_part(layer: str, kind: Kind, start: int, count: int, model: nn.Module
     if kind == "rows":
         return module.weight[start : start + count].detach().cpu()
     if kind == "experts":
-        return _outputs(module, range(start, start + count), _compute_dtype(model))
+        return _outputs(module, range(start, start + count), model)
     # of a row-parallel layer a rank has some of the columns
     sizes = ("input_size_per_partition", "input_size", "embedding_dim")
     columns = next(getattr(module, size) for size in sizes if hasattr(module, size))
@@ -208,12 +215,10 @@ def probes(width: int) -> torch.Tensor:
     return torch.randn((PROBES, width), generator=generator).bfloat16().float()
 
 
-def _outputs(experts: Any, numbers: range, dtype: torch.dtype) -> torch.Tensor:
-    """Return the outputs of some experts of the fixed inputs, each with weight 1, [E, N, H]; of
-    tensor-parallel ranks, this rank's summand.
-    """
-    device = next(experts.parameters()).device
-    x = probes(experts.hidden_size).to(device, dtype)
+def _outputs(experts: Any, numbers: range, model: nn.Module) -> torch.Tensor:
+    """Return the outputs of some experts of the fixed inputs, each with weight 1, [E, N, H]."""
+    device = next(model.parameters()).device  # quantized experts may have no parameter left
+    x = probes(experts.hidden_size).to(device, _compute_dtype(model))
     total = experts.global_num_experts
     # Kernels may want as many experts a token as the model has; the others weigh nothing.
     weights = torch.zeros((PROBES, experts.top_k), dtype=torch.float32, device=device)
