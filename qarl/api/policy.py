@@ -264,9 +264,8 @@ class Policy(nn.Module):
             self.low_bit,
             tokens,
             wanted,
-            None,
-            packed,
-            chunk,
+            packed=packed,
+            chunk_tokens=chunk,
             temperature=_positive(temperature),
         )
         empty = torch.zeros(mask.shape, device=self.device)

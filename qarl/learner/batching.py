@@ -14,7 +14,7 @@ import torch
 
 from qarl.configs.errors import PolicyError
 from qarl.learner.objectives.advantages import group_advantages
-from qarl.quant.graph.packing import Packed, pack, prefilled_tokens
+from qarl.quant.graph.packing import Packed, PictureRows, pack, prefilled_tokens
 from qarl.rollout.types import Group
 
 
@@ -48,6 +48,21 @@ class Batch:
     """Number of weight versions published since each token was sampled, int64 [B, T-1], 0 outside
     the mask; None if all tokens are current.
     """
+    picture_rows: torch.Tensor | None = None
+    """What the engine's tower made of the pictures of all prompts, compute dtype [P, C]; None if
+    prompts are text alone.
+    """
+    picture_index: torch.Tensor | None = None
+    """Row of `picture_rows` that stands in place of each token, int64 [B, T]; -1 for text. None if
+    prompts are text alone.
+    """
+
+    @property
+    def pictures(self) -> PictureRows | None:
+        """The pictures of the prompts, for the model's forward; None if there are none."""
+        if self.picture_rows is None or self.picture_index is None:
+            return None
+        return PictureRows(self.picture_rows, self.picture_index)
 
     def to(self, device: torch.device) -> "Batch":
         """Return the same batch on a device."""
@@ -69,8 +84,8 @@ class Batch:
         """Return how to pack all sequences into one row.
 
         share_prompts: the sequences of a group store their common prompt once, in the first of
-        them. A sequence whose prompt differs from the first one's, in tokens or in experts, keeps
-        its own.
+        them. A sequence whose prompt differs from the first one's, in tokens, experts or pictures,
+        keeps its own.
         """
         device = self.length.device
         width = self.tokens.shape[1]
@@ -88,6 +103,8 @@ class Batch:
         differs = self.tokens != self.tokens[leader]
         if self.experts is not None:
             differs |= (self.experts != self.experts[leader]).flatten(2).any(-1)
+        if self.picture_index is not None:
+            differs |= self.picture_index != self.picture_index[leader]
         in_prompt = torch.arange(width, device=device) < prompt[:, None]
         same_prompt = ~(differs & in_prompt).any(-1) & (prompt <= self.length[leader])
         shares = (leader != rows) & same_prompt
@@ -103,8 +120,12 @@ class Batch:
         longest = int(self.length[index].max())
         of_predicted = ("response_mask", "sampler_logprobs", "advantages", "versions_behind")
         widths = dict.fromkeys(of_predicted, longest - 1)
-        widths |= {"tokens": longest, "experts": longest}
-        picked = {name: tensor[index] for name, tensor in self._tensors().items()}
+        widths |= {"tokens": longest, "experts": longest, "picture_index": longest}
+        picked = {
+            # the rows of pictures are those of the whole batch, which `picture_index` counts
+            name: tensor if name == "picture_rows" else tensor[index]
+            for name, tensor in self._tensors().items()
+        }
         for name in widths.keys() & picked.keys():
             picked[name] = picked[name][:, : widths[name]]
         return Batch(**picked)
@@ -179,6 +200,7 @@ def make_batch(
         experts=experts,
         ended=torch.tensor([completion.finish_reason == "stop" for _, _, completion in pairs]),
         versions_behind=None if version is None else behind,
+        **_stack_pictures(groups, longest),
     )
 
 
@@ -194,6 +216,34 @@ def _advantages(rewards: Sequence[Sequence[float]], estimator: str) -> torch.Ten
         group_advantages(torch.tensor([group], dtype=torch.float32), estimator) for group in rewards
     ]
     return torch.cat(by_group, dim=1).flatten()
+
+
+def _stack_pictures(groups: Sequence[Group], longest: int) -> dict[str, torch.Tensor]:
+    """Return `picture_rows` and `picture_index` of all completions; {} if all prompts are text.
+
+    Completions of a group share their prompt's rows. Raises `PolicyError` if the engine did not say
+    what it made of a prompt's pictures, because the log-probs would be those of another prompt.
+    """
+    rows: list[torch.Tensor] = []
+    index: list[torch.Tensor] = []
+    start = 0
+    for group in groups:
+        of_prompt = torch.full((longest,), -1, dtype=torch.int64)
+        embedded = next((answer.pictures for answer in group.completions), None)
+        if embedded is not None:
+            count = len(embedded.places)
+            of_prompt[embedded.places] = torch.arange(start, start + count)
+            rows.append(embedded.rows)
+            start += count
+        elif group.prompt.pictures is not None and group.completions:
+            raise PolicyError(
+                f"prompt {group.prompt.id!r} has pictures, and its completions come without what"
+                " the engine made of them; learn from completions of an engine in this process"
+            )
+        index += [of_prompt] * len(group.completions)
+    if not rows:
+        return {}
+    return {"picture_rows": torch.cat(rows), "picture_index": torch.stack(index)}
 
 
 def _stack_experts(chosen: Sequence[Any], longest: int) -> torch.Tensor | None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from qarl.configs.errors import ConfigError
-from qarl.quant.graph.packing import Packed
+from qarl.quant.graph.packing import Packed, PictureRows
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.runtime.cpu_blocks import row_blocks
 
@@ -25,8 +25,10 @@ def token_logprobs(
     model: LowBitModel,
     tokens: Tensor,
     response_mask: Tensor,
+    *,
     experts: Tensor | None = None,
     packed: Packed | None = None,
+    pictures: PictureRows | None = None,
     chunk_tokens: int = 512,
     entropy: bool = True,
     chunks: int | None = None,
@@ -43,6 +45,7 @@ def token_logprobs(
         response_mask: positions wanted, bool [B, T-1]. Logits are computed for these alone.
         experts: see `LowBitModel.hidden`.
         packed: see `LowBitModel.hidden`.
+        pictures: see `LowBitModel.hidden`.
         chunk_tokens: number of positions whose logits exist at a time.
         entropy: whether to compute entropies.
         chunks: number of chunks, instead of `chunk_tokens`. Processes that compute different rows
@@ -51,7 +54,8 @@ def token_logprobs(
         temperature: sampling temperature. Log-probs and entropy are of logits / temperature,
             divided in fp32, as in vLLM.
     """
-    hidden = model.hidden(tokens, nn.functional.pad(response_mask, (0, 1)), experts, packed)
+    wanted = nn.functional.pad(response_mask, (0, 1))
+    hidden = model.hidden(tokens, wanted, experts, packed, pictures)
     targets = tokens[:, 1:][response_mask]
     parts = _in_chunks(hidden, targets, chunk_tokens, chunks)
     # A single chunk is stored between forward and backward, rather than computed twice.

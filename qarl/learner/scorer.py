@@ -111,6 +111,7 @@ class Scorer:
             rows.response_mask,
             experts=rows.experts,
             packed=self.packed_rows(rows),
+            pictures=rows.pictures,
             chunk_tokens=self._config.logprob_chunk_tokens,
             entropy=entropy,
             chunks=chunks,

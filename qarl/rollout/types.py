@@ -15,6 +15,29 @@ LONGEST_PERIOD = 8
 
 
 @dataclass(frozen=True)
+class Pictures:
+    """The pictures of a prompt."""
+
+    files: tuple[bytes, ...]
+    """Contents of the picture files (PNG, JPEG, …), in the order of their places in the prompt."""
+    token_ids: tuple[int, ...]
+    """The prompt with one token in the place of each picture.
+
+    In `Prompt.token_ids` each is replaced by the tokens that the model has for the picture.
+    """
+
+
+@dataclass(frozen=True)
+class EmbeddedPictures:
+    """What a tower made of a prompt's pictures: inputs of the language model."""
+
+    rows: Any
+    """torch.Tensor [P, C] in the compute dtype: the tower's output for all pictures, in order."""
+    places: Any
+    """torch.Tensor, int64 [P]: the position in the prompt's tokens that each row stands at."""
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One prompt: the first turn of a problem, or a later turn of its conversation."""
 
@@ -31,6 +54,8 @@ class Prompt:
     """
     max_new_tokens: int | None = None
     """Limit of this prompt's completion, in tokens. Default: the call's limit."""
+    pictures: Pictures | None = field(default=None, repr=False)
+    """The prompt's pictures; None if it is text alone."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +80,8 @@ class Completion:
 
     numpy integers [routed tokens of prompt and response, decoder layers, experts per token].
     """
+    pictures: EmbeddedPictures | None = field(default=None, compare=False, repr=False)
+    """What the engine's tower made of the prompt's pictures; None for a prompt of text."""
     switches: tuple[tuple[int, int], ...] = ()
     """(token, version) pairs: from this token on, later weights sampled the completion.
 

@@ -21,6 +21,7 @@ from qarl.rollout.coroutines import completed
 from qarl.rollout.engine import SamplingEngine
 from qarl.rollout.types import Completion, Group, Prompt, Sampling
 from qarl.rollout.vocabulary import Vocabulary
+from qarl.run.picture_prompts import PicturePrompts
 from qarl.tasks import Problem, Response, Task
 from qarl.tasks.environments import Environments, open_environments
 
@@ -32,8 +33,10 @@ class Prompter:
     """Turns problems into prompts with the model's own chat template, if it has one.
 
     template: arguments of the chat template. environments: the template describes their tools, and
-    their `reset` adds to a question. tool_parser: name of the parser of tool calls. Raises
-    `ConfigError` for an argument that the template does not mention, and what `ToolTurns` raises.
+    their `reset` adds to a question. tool_parser: name of the parser of tool calls. pictures: upper
+    bound on the pictures of a prompt. Raises `ConfigError` for an argument that the template does
+    not mention, `ModelError` for pictures that the model does not take, and what `ToolTurns`
+    raises.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class Prompter:
         template: Mapping[str, Any] | None = None,
         environments: Environments | None = None,
         tool_parser: str = "",
+        pictures: int = 0,
     ):
         self.tokenizer: Any = AutoTokenizer.from_pretrained(model_folder)
         self._folder = str(model_folder)
@@ -54,6 +58,7 @@ class Prompter:
         self._refuse_ignored()
         self._environments = environments
         self._tool_parser = tool_parser
+        self._pictures = PicturePrompts(model_folder, self.tokenizer, pictures)
         self.speaker()  # raises now what would otherwise be raised at the first request
 
     @property
@@ -71,7 +76,7 @@ class Prompter:
         `reset` fails.
         """
         problem = self._opened(problem)
-        ids = self.tokenizer(self.text(problem), add_special_tokens=self._plain)["input_ids"]
+        ids = self._token_ids([problem])[0]
         if len(ids) > self._limit:
             raise ConfigError(
                 f"the prompt of problem {problem.id!r} has {len(ids)} tokens, above"
@@ -84,7 +89,8 @@ class Prompter:
                 " files look incomplete, so download or copy the model again"
             )
         self._require_rows(problem, ids)
-        return Prompt(problem.id, problem.question, tuple(ids))
+        pictures = self._pictures.of(problem, self._unexpanded([problem])[0])
+        return Prompt(problem.id, problem.question, tuple(ids), pictures=pictures)
 
     def text(self, problem: Problem) -> str:
         """Return the prompt as text, including the template's special tokens.
@@ -99,7 +105,7 @@ class Prompter:
                     "add_generation_prompt": True,
                     **self._template,
                 }
-                return self.tokenizer.apply_chat_template(problem.chat, **arguments)
+                return self.tokenizer.apply_chat_template(self._pictures.chat(problem), **arguments)
             except Exception as error:  # a template may raise anything
                 roles = ", ".join(message["role"] for message in problem.chat)
                 raise ModelError(
@@ -144,11 +150,22 @@ class Prompter:
         """
         if not problems:
             return []
-        texts = [self.text(problem) for problem in problems]
-        encoded = self.tokenizer(texts, add_special_tokens=self._plain)
-        for problem, ids in zip(problems, encoded["input_ids"], strict=True):
+        encoded = self._token_ids(problems)
+        for problem, ids in zip(problems, encoded, strict=True):
             self._require_rows(problem, ids)
-        return [len(ids) for ids in encoded["input_ids"]]
+        return [len(ids) for ids in encoded]
+
+    def _unexpanded(self, problems: Sequence[Problem]) -> list[list[int]]:
+        """Return the tokens of each problem's prompt, with one for each picture."""
+        texts = [self.text(problem) for problem in problems]
+        return self.tokenizer(texts, add_special_tokens=self._plain)["input_ids"]
+
+    def _token_ids(self, problems: Sequence[Problem]) -> list[list[int]]:
+        """Return the tokens of each problem's prompt, with all that stand for its pictures."""
+        return [
+            self._pictures.expanded(problem, self.text(problem), ids, self._plain)
+            for problem, ids in zip(problems, self._unexpanded(problems), strict=True)
+        ]
 
     def _require_rows(self, problem: Problem, ids: Sequence[int]) -> None:
         what = f"the prompt of problem {problem.id!r} ({quoted(problem.question)})"
@@ -203,6 +220,7 @@ def open_prompter(model_folder: Path, rollout: RolloutConfig, task: TaskConfig) 
             task.template,
             environments,
             task.tool_parser,
+            rollout.pictures,
         )
     except (ConfigError, ModelError):
         raise

@@ -1,9 +1,11 @@
 """Building blocks of tasks: problems, responses to them, and sources of problems."""
 
 import dataclasses
+import hashlib
 import numbers
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, Protocol, get_args
 
 from qarl.configs.errors import InputError, QarlError
@@ -25,6 +27,47 @@ class RewardError(QarlError, heading="reward"):
     """A reward or checker raised, crashed, took too long, or returned an invalid outcome."""
 
 
+PICTURE = "\ufffc"
+"""Character that stands for a picture in a message's text, Unicode's for embedded objects."""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One picture of a question."""
+
+    source: Path | bytes = field(repr=False)
+    """The picture's file, or its contents (PNG, JPEG, …)."""
+    digest: str
+    """SHA-256 of the contents."""
+
+    @classmethod
+    def of(cls, source: Path | bytes) -> "Picture":
+        """Return a picture with the digest of its contents. Raises `OSError` for a missing file."""
+        contents = source if isinstance(source, bytes) else source.read_bytes()
+        return cls(source, hashlib.sha256(contents).hexdigest())
+
+    def contents(self) -> bytes:
+        """Return the contents of the file.
+
+        Raises `TaskError` if it is gone, or another one than when the task was loaded.
+        """
+        if isinstance(self.source, bytes):
+            return self.source
+        try:
+            contents = self.source.read_bytes()
+        except OSError as error:
+            raise TaskError(
+                f"picture {self.source} cannot be read any more: {error.strerror or error}; put it"
+                " back"
+            ) from error
+        if hashlib.sha256(contents).hexdigest() != self.digest:
+            raise TaskError(
+                f"picture {self.source} has changed since the task was loaded; put the former one"
+                " back, or start again"
+            )
+        return contents
+
+
 @dataclass(frozen=True)
 class Problem:
     """One question with its reference answer."""
@@ -41,7 +84,12 @@ class Problem:
     A task of worked solutions keeps one under "worked_solution".
     """
     messages: tuple[Message, ...] = ()
-    """Conversation up to the answer, ending with a user turn. Empty if it is only the question."""
+    """Conversation up to the answer, ending with a user turn. Empty if it is only the question.
+
+    `PICTURE` stands for the pictures, in their order; without any they come before the last turn.
+    """
+    pictures: tuple[Picture, ...] = ()
+    """Pictures beside the text."""
 
     @property
     def chat(self) -> list[Message]:
@@ -174,12 +222,13 @@ def solution_of(problem: Problem) -> str:
     return problem.metadata.get("worked_solution", problem.answer)
 
 
-def is_heldout(question: str) -> bool:
+def is_heldout(question: str, pictures: Sequence[Picture] = ()) -> bool:
     """Return whether a question belongs to the held-out split.
 
-    One question in `HELDOUT_ONE_IN` does, by the SHA-256 of its text.
+    One question in `HELDOUT_ONE_IN` does, by the SHA-256 of its text and pictures.
     """
-    return stable_hash(question) % HELDOUT_ONE_IN == 0
+    digests = [picture.digest for picture in pictures]
+    return stable_hash(question, *digests) % HELDOUT_ONE_IN == 0
 
 
 def check_request(split: str, start: int, count: int) -> None:

@@ -12,6 +12,7 @@ from qarl.configs.seeds import stable_hash
 from qarl.configs.words import did_you_mean
 from qarl.tasks.base import (
     Failure,
+    Picture,
     Problem,
     Scorer,
     Split,
@@ -19,6 +20,7 @@ from qarl.tasks.base import (
     check_request,
     is_heldout,
 )
+from qarl.tasks.drawn_shapes import DrawnShapesConfig, DrawnShapesDataset
 from qarl.tasks.follow_rule import FollowRuleConfig, FollowRuleDataset
 from qarl.tasks.math import TIME_LIMIT
 from qarl.tasks.rewards import each
@@ -60,7 +62,7 @@ The probability that this happens by chance is (7/8)^256 ≈ 1e-15.
 """
 
 # These compare texts and evaluate none, so they need no child process.
-IN_PROCESS = ("chain_sum", "running_total", "lookup_sum", "follow_rule")
+IN_PROCESS = ("chain_sum", "running_total", "lookup_sum", "follow_rule", "drawn_shapes")
 
 
 class ReasoningGymTask:
@@ -148,13 +150,15 @@ class ReasoningGymTask:
                     f"task {self.name!r} fails with the options {self.options}: {error};"
                     f" `qarl tasks {self.name}` lists its options"
                 ) from error
-            if is_heldout(entry["question"]) == (split == "heldout"):
+            pictures = tuple(Picture.of(file) for file in entry.get("pictures", ()))
+            if is_heldout(entry["question"], pictures) == (split == "heldout"):
                 problem_id = f"{self.name}/{split}/{seed}/{index}"
                 return Problem(
                     problem_id,
                     entry["question"],
                     str(entry["answer"]),
                     entry["metadata"],
+                    pictures=pictures,
                 )
         raise TaskError(
             f"task {self.name!r} with options {self.options} gave no {split} question in"
@@ -193,6 +197,7 @@ def score_of(
 
 
 OWN_DATASETS: dict[str, tuple[type, type]] = {
+    "drawn_shapes": (DrawnShapesDataset, DrawnShapesConfig),
     "follow_rule": (FollowRuleDataset, FollowRuleConfig),
     "lookup_sum": (LookupSumDataset, LookupSumConfig),
     "running_total": (RunningTotalDataset, RunningTotalConfig),

@@ -11,13 +11,16 @@ from typing import Any, get_args
 from qarl.configs.seeds import stable_hash
 from qarl.configs.words import did_you_mean, quoted
 from qarl.tasks.base import (
+    PICTURE,
     Message,
+    Picture,
     Problem,
     Split,
     TaskError,
     check_request,
     is_heldout,
 )
+from qarl.tasks.pictures import MessagePictures, column_of_pictures, pictures_of
 from qarl.tasks.rows import HUB, Row
 
 ROLES = ("system", "user", "assistant")
@@ -30,8 +33,8 @@ _ANSWERS = (
 """Words in the names of columns that hold answers, the most usual first."""
 _ABOUT = ("id", "type", "source", "level", "length", "split", "language", "format", "template")
 """Words in the names of columns that say something about a question or answer."""
-_INPUTS = ("image", "picture", "video", "audio")
-"""Names of columns, and kinds of parts of a message, that hold other inputs than text."""
+_OTHER_INPUTS = ("video", "audio")
+"""Names of columns, and kinds of parts of a message, that no prompt can have."""
 _NAME_PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
 """Matches the words of a column's name, such as a_b or aB."""
 
@@ -187,7 +190,7 @@ def make_table(name: str, rows: Sequence[Row], columns: Columns) -> Table:
             f'{kind} {name} is empty; give lines like {{"question": "1 + 1", "answer": "2"}}'
         )
     by_split: dict[Split, list[Problem]] = {split: [] for split in get_args(Split)}
-    first: dict[tuple[tuple[str, str], ...], tuple[Split, Problem]] = {}
+    first: dict[Any, tuple[Split, Problem]] = {}
     unanswered = repeated = contradicting = 0
     is_hub = name.startswith(HUB)
     for row in rows:
@@ -196,7 +199,8 @@ def make_table(name: str, rows: Sequence[Row], columns: Columns) -> Table:
             unanswered += 1
             continue
         split, problem = _problem(row, columns, is_hub)
-        key = tuple((message["role"], message["content"]) for message in problem.chat)
+        turns = tuple((message["role"], message["content"]) for message in problem.chat)
+        key = turns, tuple(picture.digest for picture in problem.pictures)
         if key not in first:
             first[key] = split, problem
             by_split[split].append(problem)
@@ -220,10 +224,11 @@ def make_table(name: str, rows: Sequence[Row], columns: Columns) -> Table:
 
 def _problem(row: Row, columns: Columns, hub: bool) -> tuple[Split, Problem]:
     prompt = _value(row, columns.prompt, "--task.prompt")
-    _refuse_pictures(row, columns.prompt, prompt)
-    messages = _messages(row, columns.prompt, prompt)
-    question = messages[-1]["content"] if messages else prompt
-    fields = {columns.prompt}
+    _refuse_other_inputs(row, columns.prompt, prompt)
+    picture_column = column_of_pictures(row)
+    messages, pictures = _messages(row, columns.prompt, prompt, picture_column)
+    question = messages[-1]["content"].replace(PICTURE, "").strip() if messages else prompt
+    fields = {columns.prompt, picture_column}
     # An answer in a column of another name stays, because a reward may ask for it by that name.
     if columns.answer == "answer":
         fields.add("answer")
@@ -232,44 +237,41 @@ def _problem(row: Row, columns: Columns, hub: bool) -> tuple[Split, Problem]:
     metadata = {name: value for name, value in row.values.items() if name not in fields}
     where, _, number = row.where.rpartition(":")
     source = where if hub else Path(where).name
-    split = _split(row, question, hub)
+    split = _split(row, question, pictures, hub)
     return split, Problem(
         id=f"{source}:{number}",
         question=question,
         answer=_answer(row, columns.answer) if columns.answer else "",
         metadata=metadata,
         messages=messages,
+        pictures=pictures,
     )
 
 
-def _refuse_pictures(row: Row, column: str, prompt: Any) -> None:
-    """Raise `TaskError` for a row with pictures, sound or video beside its text.
-
-    Policies are asked in text, also those of models that take pictures.
-    """
+def _refuse_other_inputs(row: Row, column: str, prompt: Any) -> None:
+    """Raise `TaskError` for a row with sound or video beside its text."""
     beside = [
         str(name)
         for name, value in row.values.items()
-        if str(name).lower().removesuffix("s") in _INPUTS and value not in (None, "", [])
+        if str(name).lower().removesuffix("s") in _OTHER_INPUTS and value not in (None, "", [])
     ]
     for message in prompt if isinstance(prompt, list) else ():
         content = message.get("content") if isinstance(message, dict) else None
         parts = content if isinstance(content, list) else ()
         kinds = {str(part.get("type")) for part in parts if isinstance(part, dict)}
-        if kinds & {*_INPUTS, *(f"{kind}_url" for kind in _INPUTS)}:
+        if kinds & {*_OTHER_INPUTS, *(f"{kind}_url" for kind in _OTHER_INPUTS)}:
             beside.append(column)
     if beside:
         raise TaskError(
-            f"{row.where}: {beside[0]!r} holds pictures, sound or video, and prompts are text"
-            " alone, also of a model that takes pictures; take another data set, or drop the"
-            " column if the questions can be answered without"
+            f"{row.where}: {beside[0]!r} holds sound or video, and prompts are text and pictures;"
+            " take another data set, or drop the column if the questions can be answered without"
         )
 
 
-def _split(row: Row, question: str, hub: bool) -> Split:
+def _split(row: Row, question: str, pictures: Sequence[Picture], hub: bool) -> Split:
     written = row.split or (None if hub else row.values.get("split"))
     if not written:
-        return "heldout" if is_heldout(question) else "train"
+        return "heldout" if is_heldout(question, pictures) else "train"
     if written not in get_args(Split):
         raise TaskError(
             f"{row.where}: unknown split {written!r}; allowed: {', '.join(get_args(Split))}"
@@ -324,35 +326,47 @@ def _name_words(name: str) -> set[str]:
     return {part.lower().removesuffix("s") for part in _NAME_PART.findall(name)}
 
 
-def _messages(row: Row, column: str, prompt: Any) -> tuple[Message, ...]:
-    """Return the turns of a prompt that is a chat; () for text. Raises `TaskError` otherwise."""
+def _messages(
+    row: Row, column: str, prompt: Any, picture_column: str | None
+) -> tuple[tuple[Message, ...], tuple[Picture, ...]]:
+    """Return the turns of a prompt that is a chat, () for text, and the pictures.
+
+    Raises `TaskError` for another kind of prompt, and if there are more or fewer places for
+    pictures than pictures.
+    """
+    in_column = pictures_of(row, picture_column)
     if isinstance(prompt, str):
         if not prompt.strip():
             raise TaskError(
                 f"{row.where}: {column!r} is empty; write the question, or drop the row"
             )
-        return ()
+        return (), in_column
     shape = (
         f'{column!r} must be text, or a list of messages such as {{"role": "user", "content": "1 +'
         ' 1"}'
     )
     if not isinstance(prompt, list) or not prompt:
         raise TaskError(f"{row.where}: {shape}; got {quoted(prompt)}")
+    messages = []
+    pictures = MessagePictures(row, in_column)
     for message in prompt:
         role = content = None
         if isinstance(message, dict):
             role = message.get("role")
             content = message.get("content")
+        if isinstance(content, list):
+            content = pictures.text_of(content)
         if role not in ROLES or not isinstance(content, str):
             raise TaskError(
                 f"{row.where}: {shape}, of role {', '.join(ROLES)}; got {quoted(message)}"
             )
+        messages.append({"role": role, "content": content})
     if prompt[-1]["role"] != "user":
         raise TaskError(
             f"{row.where}: the last message of {column!r} must be the user's; got"
             f" {quoted(prompt[-1])}"
         )
-    return tuple({"role": message["role"], "content": message["content"]} for message in prompt)
+    return tuple(messages), pictures.all()
 
 
 def _answer(row: Row, column: str) -> str:

@@ -83,7 +83,7 @@ REFUSED_COMMANDS = [
         "must be true or false",
     ),
     ("train --dry-run --task chain_sum --task.options.max_digits 5000", "fails with the options"),
-    ("train --dry-run --task q.jsonl --reward math=0.0", "must be a number that is not 0"),
+    ("train --dry-run --task q.jsonl --reward math=0.0", "must be a finite number that is not 0"),
     (
         "compare baselines --seeds 0,0",
         "'0,0' must be different whole numbers from 0 up with commas between",

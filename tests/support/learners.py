@@ -189,7 +189,9 @@ def logprob_gradients(
     **how: Any,
 ) -> tuple[torch.Tensor, Tensors]:
     """Return log-probs, and the gradients of their sum weighted by position and row."""
-    logprobs, _ = token_logprobs(model, batch.tokens, batch.response_mask, batch.experts, **how)
+    logprobs, _ = token_logprobs(
+        model, batch.tokens, batch.response_mask, experts=batch.experts, **how
+    )
     weights = torch.linspace(-1, 1, logprobs.numel()).view_as(logprobs)
     (logprobs * weights).sum().backward()
     found = collected_gradients(model)

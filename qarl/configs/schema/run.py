@@ -30,6 +30,8 @@ _MOST_RANKS = 64
 """Upper limit on the ranks of an engine, which only typing errors exceed."""
 _BATCHED_TOKENS = 8192
 """Tokens that the engine computes at once: enough rows to keep matrix products busy."""
+_MOST_PICTURES = 1024
+"""Upper limit on the pictures of a prompt, which only typing errors exceed."""
 LONGEST = 2**24
 """Upper limit on the tokens of a sequence, which only typing errors exceed."""
 
@@ -61,6 +63,16 @@ class RolloutConfig(Section):
         description=(
             "Upper limit on the tokens of a prompt. Longer questions of a file or data set are"
             " left out; one of a built-in task is an error."
+        ),
+    )
+    pictures: int = Field(
+        default=0,
+        ge=0,
+        le=_MOST_PICTURES,
+        description=(
+            "Upper limit on the pictures of a prompt, for models that take some"
+            " (docs/guide/pictures.md). Default: prompts are text, and the model's part for"
+            " pictures is not loaded."
         ),
     )
     max_new_tokens: int = Field(
@@ -225,6 +237,11 @@ class RolloutConfig(Section):
         elif self.router_replay:
             raise ValueError(
                 "rollout.router_replay true needs an engine in process; leave rollout.servers out"
+            )
+        elif self.pictures:
+            raise ValueError(
+                f"rollout.pictures {self.pictures} needs an engine in process, from which the"
+                " learner takes what it made of the pictures; leave rollout.servers out"
             )
         return self
 
@@ -594,6 +611,8 @@ class RunConfig(Section):
             )
         if rollout.tensor_parallel_size > 1:
             self._check_ranks(rollout.tensor_parallel_size)
+        if rollout.pictures:
+            self._check_pictures(rollout.pictures)
         if learner.micro_batch_tokens < rollout.longest:
             raise ValueError(
                 f"learner.micro_batch_tokens {learner.micro_batch_tokens} is less than one longest"
@@ -615,6 +634,30 @@ class RunConfig(Section):
                 f"rollout.tensor_parallel_size {ranks} with dtype 'float32', in which ranks that"
                 " begin a sum elsewhere differ; allowed are 1 and 2, or a dtype of 16 bits"
             )
+
+    def _check_pictures(self, pictures: int) -> None:
+        """Raise `ValueError` if settings do not go with prompts that have pictures."""
+        engines = self.learner.operators == "engine" or (
+            self.learner.operators == "auto" and self.learner.aligned
+        )
+        rules = (
+            (
+                not engines,
+                "learner.operators 'transformers' (or learner.aligned false): only the engine's"
+                " model takes what its part for pictures made of them",
+            ),
+            (
+                self.task.speaks,
+                "a task of several turns: later turns would have to carry the pictures",
+            ),
+            (
+                self.from_rollouts is not None,
+                "from_rollouts: a run records tokens and no pictures",
+            ),
+        )
+        for broken, reason in rules:
+            if broken:
+                raise ValueError(f"rollout.pictures {pictures} with {reason}; omit one of them")
 
     def _check_bitwise(self) -> None:
         """Raise `ValueError` if learner and sampler cannot be equal to the last bit."""

@@ -202,9 +202,8 @@ def _packed_forward(policy: Policy, temperature: float) -> Callable[..., FusedCa
             policy.low_bit,
             input_ids,
             wanted,
-            None,
-            packed,
-            chunk,
+            packed=packed,
+            chunk_tokens=chunk,
             temperature=temperature,
         )
         log_probs, entropy = (nn.functional.pad(part, (0, 1)) for part in computed)

@@ -364,7 +364,12 @@ def _fused_forward(policy: Policy, temperature: float) -> Callable[..., FusedCau
         # Columns before the rotation. Those below 0 are of padding, whose values are zero.
         original = (columns[:, 1:] - 1).clamp(min=0)
         computed = token_logprobs(
-            policy.low_bit, tokens, wanted, None, packed, chunk, temperature=temperature
+            policy.low_bit,
+            tokens,
+            wanted,
+            packed=packed,
+            chunk_tokens=chunk,
+            temperature=temperature,
         )
         log_probs, entropy = (zeros.scatter(1, original, part) for part in computed)
         aux_loss = None

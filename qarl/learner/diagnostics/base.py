@@ -24,8 +24,13 @@ from qarl.quant.layers.context import Forward
 from qarl.quant.materialize.code_changes import FlipCount
 from qarl.quant.model.low_bit_model import LowBitModel
 
-_SAMPLE_FIELDS = ("tokens", "length", "response_mask", "sampler_logprobs")
-"""Fields of the sample that a checkpoint stores; the others follow from them, or are not used."""
+_SAMPLE_FIELDS = (
+    *("tokens", "length", "response_mask", "sampler_logprobs"),
+    *("picture_rows", "picture_index"),
+)
+"""Fields of the sample that a checkpoint stores, those of pictures if it has some; the others
+follow from them, or are not used.
+"""
 
 
 class StartingPolicy:
@@ -53,7 +58,8 @@ class StartingPolicy:
             return None
         if self.sample is None:
             return {}
-        return {name: getattr(self.sample, name) for name in _SAMPLE_FIELDS}
+        fields = {name: getattr(self.sample, name) for name in _SAMPLE_FIELDS}
+        return {name: tensor for name, tensor in fields.items() if tensor is not None}
 
     def load_state_dict(self, state: dict[str, torch.Tensor] | None) -> None:
         """Restore a `state_dict`. A run that has started without a sample stays without one."""

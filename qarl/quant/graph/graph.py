@@ -40,11 +40,11 @@ from qarl.quant.graph.kinds import (
 )
 from qarl.quant.graph.mamba2 import Mamba2
 from qarl.quant.graph.operators import Operator
-from qarl.quant.graph.packing import Sequences
+from qarl.quant.graph.packing import PictureRows, Sequences
 from qarl.quant.graph.router_log import RouterLog
 from qarl.quant.graph.skeleton import Skeleton
 from qarl.quant.kernels.base import KernelError, Scoring
-from qarl.quant.kernels.engine_layers import operator_kind
+from qarl.quant.kernels.engine_layers import operator_kind, without_towers
 from qarl.quant.layers.compute_copy import MasterCopy
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.experts import RoutedLowBitExperts
@@ -138,6 +138,7 @@ class Graph:
         tokens: torch.Tensor,
         sequences: Sequences,
         experts: torch.Tensor | None = None,
+        pictures: PictureRows | None = None,
     ) -> torch.Tensor:
         """Return the hidden states that the output head is given, compute dtype [N, C].
 
@@ -146,6 +147,8 @@ class Graph:
             sequences: the sequences of the row.
             experts: experts to route to, integer [N, L, K] over decoder layers; -1 where the router
                 chooses. None: it chooses everywhere.
+            pictures: what stands in place of the embeddings of some tokens. No gradient flows into
+                it, nor into the embeddings of these tokens. None: all tokens are text.
         """
         if experts is not None and not self._routed:
             raise GraphError(
@@ -154,7 +157,16 @@ class Graph:
         for module, key, weight in self._read_directly:
             module.__dict__[key] = weight.routed() if torch.is_grad_enabled() else weight.read
         with self._stepping(_Step(sequences, experts)), self._log.one_forward():
-            output = self.module(tokens, self._positions(sequences, tokens.device))
+            positions = self._positions(sequences, tokens.device)
+            if pictures is None or not pictures.any:
+                output = self.module(tokens, positions)
+            else:
+                embedded = self.module.embed_input_ids(  # type: ignore[operator]
+                    tokens,
+                    multimodal_embeddings=[pictures.in_order],
+                    is_multimodal=pictures.is_picture,
+                )
+                output = self.module(None, positions, inputs_embeds=embedded)
         return output[0] if isinstance(output, tuple) else output
 
     def _positions(self, sequences: Sequences, device: torch.device) -> torch.Tensor:
@@ -170,7 +182,7 @@ class Graph:
 
         kinds: kinds of the engine's modules, by name (`quant.kernels.engine_layers`).
         """
-        ours = {name: operator_kind(module) for name, module in self.module.named_modules()}
+        ours = {name: operator_kind(module) for name, module in without_towers(self.module)}
         for name in sorted(ours.keys() | kinds.keys()):
             if ours.get(name) != kinds.get(name):
                 raise KernelError(

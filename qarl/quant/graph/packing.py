@@ -60,6 +60,35 @@ class Sequences:
 
 
 @dataclass(frozen=True)
+class PictureRows:
+    """Outputs of a tower for pictures, and the tokens in whose places they stand."""
+
+    rows: torch.Tensor
+    """Compute dtype [P, C]."""
+    index: torch.Tensor
+    """int64 [B, T] or [N]: for each token its row in `rows`; -1 for text."""
+
+    @property
+    def is_picture(self) -> torch.Tensor:
+        """Return which tokens stand for a part of a picture, bool in the shape of `index`."""
+        return self.index >= 0
+
+    @property
+    def any(self) -> bool:
+        """Return whether any token does."""
+        return bool(self.is_picture.any())
+
+    @property
+    def in_order(self) -> torch.Tensor:
+        """Return the row of each of these tokens, in row-major order: compute dtype [n, C]."""
+        return self.rows[self.index[self.is_picture]]
+
+    def of(self, kept: torch.Tensor) -> "PictureRows":
+        """Return the same for the tokens at True of `kept` (bool [B, T]), in a row."""
+        return PictureRows(self.rows, self.index[kept])
+
+
+@dataclass(frozen=True)
 class Packed:
     """Arrangement of padded sequences in a row."""
 

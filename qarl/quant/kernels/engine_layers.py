@@ -5,7 +5,7 @@ that the engine holds, so a learner that shares them must write each version int
 (`sync.publisher.Publisher.share_layers`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,18 @@ def operator_kind(module: nn.Module) -> str:
     return name if method is None else f"{name}.{getattr(method, '__name__', '?')}"
 
 
+def without_towers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield name and module of vLLM's model, without its parts for pictures or sound.
+
+    They are frozen, and no other part of the code has layers for them.
+    """
+    mapping = model.get_mm_mapping() if hasattr(model, "get_mm_mapping") else None  # type: ignore[operator]
+    parts = () if mapping is None else (*mapping.tower_model, *mapping.connector)
+    for name, module in model.named_modules():
+        if not any(name == part or name.startswith(f"{part}.") for part in parts):
+            yield name, module
+
+
 class EngineLayers:
     """A `KernelFactory` over a loaded vLLM model.
 
@@ -45,9 +57,9 @@ class EngineLayers:
     def __init__(self, model: nn.Module):
         """Index the layers of vLLM's model, which is in this process."""
         self._layers: dict[str, Any] = {}
-        self.kinds = {name: operator_kind(module) for name, module in model.named_modules()}
-        """`operator_kind` of every module, by name."""
-        for name, module in model.named_modules():
+        self.kinds = {name: operator_kind(module) for name, module in without_towers(model)}
+        """`operator_kind` of every module outside of towers, by name."""
+        for name, module in without_towers(model):
             if isinstance(module, LinearBase | VocabParallelEmbedding):
                 self._layers[name] = module
             elif isinstance(module, RoutedExperts):

@@ -22,7 +22,7 @@ from qarl.quant.checkpoint.contents import record_tie
 from qarl.quant.checkpoint.plan import LayerPlan
 from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
 from qarl.quant.digest import parameters_digest
-from qarl.quant.graph.packing import Packed, Pick, Sequences, known, prefilled_tokens
+from qarl.quant.graph.packing import Packed, Pick, PictureRows, Sequences, known, prefilled_tokens
 from qarl.quant.graph.router_log import RouterLog
 from qarl.quant.kernels import KernelError
 from qarl.quant.layers.context import Forward, LayerContext
@@ -302,11 +302,13 @@ class LowBitModel(nn.Module):
         wanted: Tensor,
         experts: Tensor | None = None,
         packed: Packed | None = None,
+        pictures: PictureRows | None = None,
     ) -> Tensor:
         """Return the hidden states that the output head is given at chosen positions.
 
-        `experts` and `packed` need the engine's operators (else `GraphError`). If `router_log` is
-        enabled, it holds [B·T, E] for each layer of experts afterwards ([N, E] if packed).
+        `experts`, `packed` and `pictures` need the engine's operators (else `GraphError`). If
+        `router_log` is enabled, it holds [B·T, E] for each layer of experts afterwards ([N, E] if
+        packed).
 
         Args:
             tokens: int64 [B, T], padded on the right.
@@ -315,10 +317,14 @@ class LowBitModel(nn.Module):
             experts: experts to route to, integer [B, T, L, K] over decoder layers L; -1 where the
                 router chooses. None: it chooses everywhere.
             packed: how the sequences are put into one row of N tokens, without padding.
+            pictures: a tower's outputs, and the tokens [B, T] in whose places they stand. None: all
+                tokens are text.
 
         Returns compute dtype [n, C], one row for each True of `wanted` in row-major order.
         """
         if self.operators == "engine":
+            kept = torch.ones_like(wanted) if packed is None else packed.kept
+            in_row = None if pictures is None else pictures.of(kept)
             if packed is None:
                 rows = Sequences.apart([tokens.shape[1]] * len(tokens))
                 if self.graph.keeps_states:
@@ -326,10 +332,17 @@ class LowBitModel(nn.Module):
                     prefilled = prefilled_tokens(wanted[:, :-1], length)
                     rows = replace(rows, prefilled=known(prefilled.tolist()))
                 experts = None if experts is None else experts.flatten(0, 1)
-                return self.graph.hidden(tokens.flatten(), rows, experts)[wanted.flatten()]
+                hidden = self.graph.hidden(tokens.flatten(), rows, experts, in_row)
+                return hidden[wanted.flatten()]
             experts = None if experts is None else experts[packed.kept]
-            hidden = self.graph.hidden(tokens[packed.kept], packed.sequences, experts)
+            hidden = self.graph.hidden(tokens[packed.kept], packed.sequences, experts, in_row)
             return Pick.apply(hidden, packed.places[wanted])
+        if pictures is not None:
+            raise GraphError(
+                "prompts with pictures need the engine's operators, whose tower made the language"
+                " model's inputs, and this model has transformers'; set learner.operators to"
+                " 'engine' and rollout.pictures to 0 where the model has none"
+            )
         if packed is not None or experts is not None:
             needing = (
                 "packed sequences need"

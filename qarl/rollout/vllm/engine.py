@@ -10,7 +10,7 @@ from qarl.configs.words import error_text
 from qarl.quant.runtime.imports import collections_paused
 from qarl.quant.types import LayerReport, LowBitTensor
 from qarl.rollout.engine import EngineError, LoadReport
-from qarl.rollout.types import Completion, Prompt, Sampling
+from qarl.rollout.types import Completion, EmbeddedPictures, Prompt, Sampling
 from qarl.rollout.vllm.options import (
     VllmOptions,
     llm_arguments,
@@ -26,6 +26,7 @@ from qarl.rollout.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from qarl.quant.kernels.engine_layers import EngineLayers
+    from qarl.rollout.vllm.pictures import Tower
 
 _WORKER_EXTENSION = "qarl.rollout.vllm.worker.WorkerExtension"
 
@@ -74,6 +75,7 @@ class VllmEngine:
                 " rollout.kv_cache_gib and the scheme's support on this machine"
             ) from error
         VllmEngine._open = True
+        self._tower = self._open_tower() if options.towers and options.rollout.pictures else None
         if options.rounding:
             self._refuse_preemption(options.rounding)
 
@@ -86,15 +88,43 @@ class VllmEngine:
         self._require_rows([prompt.token_ids for prompt in prompts])
         tokenizer = self._llm.get_tokenizer()
         sampling = sampling.with_stop_tokens(tokenizer)
+        embedded = self._embedded(prompts)
         inputs, params = vllm_requests(prompts, sampling)
         outputs = self._call("generate", inputs, params, use_tqdm=False)
-        completions = [
-            self._completion(output, tokenizer, bool(sampling.stop)) for output in outputs
-        ]
         samples = sampling.samples
+        completions = [
+            self._completion(output, tokenizer, bool(sampling.stop), embedded[number // samples])
+            for number, output in enumerate(outputs)
+        ]
         return [completions[i : i + samples] for i in range(0, len(completions), samples)]
 
-    def _completion(self, finished, tokenizer: Any, has_text: bool) -> Completion:
+    def _open_tower(self) -> "Tower":
+        from qarl.rollout.vllm.pictures import Tower
+
+        runner = self._call("collective_rpc", lambda worker: worker.model_runner)[0]
+        return Tower(self._llm, runner)
+
+    def _embedded(self, prompts: Sequence[Prompt]) -> list[EmbeddedPictures | None]:
+        """Return what the tower makes of each prompt's pictures; None for text.
+
+        Raises `EngineError` for pictures if the engine was started without its tower.
+        """
+        if self._tower is None:
+            for prompt in prompts:
+                if prompt.pictures is not None:
+                    raise EngineError(
+                        f"prompt {prompt.id!r} has pictures, and the engine was started without the"
+                        " model's part for them; set rollout.pictures to the most that a prompt has"
+                    )
+            return [None] * len(prompts)
+        self._tower.forget()
+        return [
+            None if prompt.pictures is None else self._tower.embedded(prompt) for prompt in prompts
+        ]
+
+    def _completion(
+        self, finished, tokenizer: Any, has_text: bool, pictures: EmbeddedPictures | None
+    ) -> Completion:
         (output,) = finished.outputs
         tokens = tuple(output.token_ids)
         entries = output.logprobs  # one entry per token, because `logprobs` is 0
@@ -114,6 +144,7 @@ class VllmEngine:
             weight_version=self.weight_version,
             finish_reason=output.finish_reason or "unknown",
             experts=output.routed_experts,
+            pictures=pictures,
         )
 
     def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -229,10 +260,12 @@ class VllmEngine:
 
 def vllm_requests(
     prompts: Sequence[Prompt], sampling: Sampling
-) -> tuple[list[dict[str, list[int]]], list[Any]]:
+) -> tuple[list[dict[str, Any]], list[Any]]:
     """Return vLLM's inputs and parameters: `sampling.samples` in a row for each prompt."""
     from vllm import SamplingParams
     from vllm.sampling_params import RepetitionDetectionParams
+
+    from qarl.rollout.vllm.pictures import picture_input
 
     inputs = []
     params = []
@@ -241,6 +274,9 @@ def vllm_requests(
             arguments = sampling_arguments(sampling, prompt, j, k)
             loops = arguments.pop("repetition_detection")
             detection = RepetitionDetectionParams(**loops) if loops else None
-            inputs.append({"prompt_token_ids": list(prompt.token_ids)})
+            if prompt.pictures is None:
+                inputs.append({"prompt_token_ids": list(prompt.token_ids)})
+            else:
+                inputs.append(picture_input(prompt))
             params.append(SamplingParams(**arguments, repetition_detection=detection))
     return inputs, params

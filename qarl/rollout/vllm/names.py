@@ -22,6 +22,7 @@ from vllm.platforms import current_platform
 from qarl.quant.checkpoint.folder import tensor_shapes
 from qarl.quant.graph.loading import trace_loading
 from qarl.quant.graph.skeleton import skeleton_of
+from qarl.quant.kernels.engine_layers import without_towers
 
 _TRACED: WeakKeyDictionary[nn.Module, dict[str, list[str]]] = WeakKeyDictionary()
 """Model → module name → the checkpoint's layers that are loaded into the module."""
@@ -70,6 +71,12 @@ def copied_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in modules if not isinstance(module, RoutedExperts)]
 
 
+def tower_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model's towers, which no publish reaches."""
+    published = {module for _, module in without_towers(model)}
+    return [module for module in model.modules() if module not in published]
+
+
 def layer_names(model: nn.Module, name: str, module: nn.Module) -> list[str]:
     """Return the checkpoint names of the layers in a traced model's module.
 
@@ -92,7 +99,7 @@ def checkpoint_names(model: nn.Module) -> dict[nn.Module, list[str]]:
     layers' parameters.
     """
     names = {}
-    for name, module in model.named_modules():
+    for name, module in without_towers(model):
         owns_parameters = any(True for _ in module.parameters(recurse=False))
         is_loaded = owns_parameters or name in _TRACED[model]
         if not is_loaded and not isinstance(module, RoutedExperts):

@@ -120,8 +120,7 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
         # fraction only with the memory that is free.
         "kv_cache_memory_bytes": (rollout.kv_cache_gib or 1) * 2**30,
         "gpu_memory_utilization": _SMALLEST_SHARE,
-        # Prompts are text, and towers are neither trained nor published.
-        **({"language_model_only": True} if options.towers else {}),
+        **(_tower_arguments(rollout.pictures) if options.towers else {}),
         "enable_prefix_caching": rollout.prefix_caching and not options.states,
         # Every process has a complete engine: tensor parallelism is 1. vLLM only joins the open
         # process group.
@@ -132,6 +131,20 @@ def llm_arguments(options: VllmOptions) -> dict[str, Any]:
         "logprobs_mode": options.logprobs_mode,
         **_scheduler_arguments(rollout),
     }
+
+
+def _tower_arguments(pictures: int) -> dict[str, Any]:
+    """Return the arguments for a model with towers.
+
+    Towers are neither trained nor published, and prompts of text leave them out.
+
+    pictures: upper bound on the pictures of a prompt.
+    """
+    if not pictures:
+        return {"language_model_only": True}
+    from qarl.rollout.vllm.pictures import picture_arguments
+
+    return picture_arguments(pictures)
 
 
 def _graph_arguments(rollout: RolloutConfig) -> dict[str, Any]:

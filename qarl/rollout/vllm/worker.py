@@ -56,6 +56,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.platforms import current_platform
 
 from qarl.quant.digest import ReceivedDigest
+from qarl.quant.kernels.engine_layers import without_towers
 from qarl.quant.kernels.vllm_layers import kernel_name
 from qarl.quant.schemes import scheme_of_args
 from qarl.quant.types import LayerReport, LowBitTensor
@@ -65,6 +66,7 @@ from qarl.rollout.vllm.names import (
     checkpoint_names,
     copied_modules,
     layer_names,
+    tower_modules,
     trace_names,
 )
 
@@ -111,7 +113,7 @@ class WorkerExtension:
             if name.startswith("conv")
         }
         reports = []
-        for name, module in model.named_modules():
+        for name, module in without_towers(model):
             if module in convolutions:
                 continue
             if isinstance(module, LinearBase | ParallelLMHead) and hasattr(module, "quant_method"):
@@ -150,7 +152,7 @@ def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTen
         if current_platform.is_cpu():
             _name_w4a8_weights_once(model)
         _begin_reload(model)
-        for module in copied_modules(model):
+        for module in (*copied_modules(model), *tower_modules(model)):
             _place_kernel_tensors(module, get_layerwise_info(module))
             get_layerwise_info(module).reset()
         processed = _processed_layers(model)
@@ -253,7 +255,7 @@ def _processed_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ones stay one tensor.
     """
     layers = []
-    for name, module in model.named_modules():
+    for name, module in without_towers(model):
         method = getattr(module, "quant_method", None)
         in_place = is_deferred_attention_layer(module) or isinstance(
             method, UnquantizedEmbeddingMethod

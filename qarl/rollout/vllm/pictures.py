@@ -1,0 +1,134 @@
+"""Pictures in vLLM's engine: their requests, and what the engine's tower makes of them.
+
+The learner takes the tower's output from the engine, as inputs of the language model, so both have
+the same bits. vLLM encodes all pictures of a step in one batch, whose number of rows may decide the
+last bits. Here it encodes every picture alone, so that its output depends on the picture alone.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from vllm.multimodal.utils import group_and_batch_mm_kwargs
+from vllm.renderers.inputs.preprocess import parse_model_prompt
+from vllm.v1.worker import gpu_model_runner
+
+from qarl.rollout.engine import EngineError
+from qarl.rollout.pictures import open_picture
+from qarl.rollout.types import EmbeddedPictures, Prompt
+
+_PICTURES = "image"
+"""vLLM's name of this kind of input."""
+_CACHE_GIB = 0.25
+"""Size of vLLM's cache of preprocessed pictures, which the samples of a prompt share."""
+
+
+def picture_arguments(most: int) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` for prompts of up to `most` pictures.
+
+    vLLM would encode the largest picture at its start to see how much memory that takes. The cache
+    has a size in bytes, so nothing depends on it.
+    """
+    return {
+        "limit_mm_per_prompt": {_PICTURES: most},
+        "mm_processor_cache_gb": _CACHE_GIB,
+        "skip_mm_profiling": True,
+    }
+
+
+def picture_input(prompt: Prompt) -> dict[str, Any]:
+    """Return vLLM's input of a prompt with pictures."""
+    assert prompt.pictures is not None
+    pictures = [open_picture(file) for file in prompt.pictures.files]
+    return {
+        "prompt_token_ids": list(prompt.pictures.token_ids),
+        "multi_modal_data": {_PICTURES: pictures},
+    }
+
+
+class Tower:
+    """The engine's part for pictures, which encodes one picture at a time.
+
+    It remembers what it made of the pictures that are being sampled for, so that sampler and
+    learner have one tensor.
+
+    Args:
+        llm: vLLM's engine.
+        runner: its model runner, in this process.
+    """
+
+    def __init__(self, llm: Any, runner: Any):
+        self._llm = llm
+        self._runner = runner
+        self._outputs: dict[bytes, list[torch.Tensor]] = {}
+        self._encode = runner.model.embed_multimodal
+        assert hasattr(gpu_model_runner, "group_and_batch_mm_kwargs"), (
+            "vLLM no longer batches pictures where they are separated here"
+        )
+        stepping: Any = gpu_model_runner
+        stepping.group_and_batch_mm_kwargs = _one_by_one
+        runner.model.embed_multimodal = self._encoded
+
+    def forget(self) -> None:
+        """Free what the tower made of earlier pictures."""
+        self._outputs.clear()
+
+    def embedded(self, prompt: Prompt) -> EmbeddedPictures:
+        """Return what the tower makes of a prompt's pictures, and where it stands in the prompt.
+
+        Raises `EngineError` if vLLM makes other tokens of the prompt than the model's processor.
+        """
+        parsed = parse_model_prompt(self._llm.model_config, picture_input(prompt))  # type: ignore[arg-type]
+        # The cache would hand out nothing for pictures that it has sent to the engine before.
+        (rendered,) = self._llm.renderer.render_cmpl([parsed], skip_mm_cache=True)
+        tokens = tuple(rendered["prompt_token_ids"])
+        if tokens != prompt.token_ids:
+            raise EngineError(
+                f"vLLM makes {len(tokens)} tokens of prompt {prompt.id!r} with its pictures, and"
+                f" the model folder's processor {len(prompt.token_ids)} or others; the processor's"
+                " files (preprocessor_config.json, processor_config.json) contradict config.json:"
+                " copy the model again"
+            )
+        places = []
+        for span in rendered["mm_placeholders"][_PICTURES]:
+            within = torch.arange(span.length)
+            is_row = span.is_embed
+            places.append(span.offset + (within if is_row is None else within[is_row]))
+        items = [(_PICTURES, item) for item in rendered["mm_kwargs"][_PICTURES]]
+        with torch.inference_mode():
+            rows = [
+                output
+                for _, _, arguments in _one_by_one(items, device=self._runner.device)
+                for output in self._runner.model.embed_multimodal(**arguments)
+            ]
+        # copies outside of inference mode, which autograd may save
+        return EmbeddedPictures(rows=torch.cat(rows).clone(), places=torch.cat(places))
+
+    def _encoded(self, **arguments: Any) -> list[torch.Tensor]:
+        """Return the tower's output for one picture, from memory if it was encoded before."""
+        key = _digest(arguments)
+        if key not in self._outputs:
+            self._outputs[key] = list(self._encode(**arguments))
+        return self._outputs[key]
+
+
+def _one_by_one(
+    mm_kwargs: Sequence[tuple[str, Any]], **more: Any
+) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Yield vLLM's batches of inputs, each of one input alone."""
+    for item in mm_kwargs:
+        yield from group_and_batch_mm_kwargs([item], **more)
+
+
+def _digest(arguments: Mapping[str, Any]) -> bytes:
+    """Return a digest of the tower's arguments: names, shapes, dtypes and bytes of tensors."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(arguments):
+        value = arguments[name]
+        # pictures of several sizes are a list
+        tensors = [value] if isinstance(value, torch.Tensor) else list(value)
+        for tensor in tensors:
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+            digest.update(tensor.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.digest()
