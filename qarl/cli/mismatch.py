@@ -13,6 +13,7 @@ from rich.console import Console
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.help import add_config, add_flags
 from qarl.cli.options import add_json, say, write_json
+from qarl.configs.errors import ConfigError
 from qarl.configs.load import chosen_config
 from qarl.configs.schema.run import RunConfig
 from qarl.preflight import preflight
@@ -94,6 +95,12 @@ def investigated(config: RunConfig, console: Console, inputs: "RunInputs | None"
 
     inputs: what the checks of the configuration returned. Default: it is checked here.
     """
+    if config.rollout.pictures:
+        raise ConfigError(
+            f"rollout.pictures {config.rollout.pictures}: these learners are compared with"
+            " transformers' operators, for which prompts are text alone; omit it and ask in text."
+            " `qarl train` measures |Δ log p| with pictures in its first step"
+        )
     quiet_libraries()
     with phases_shown_on(console):
         inputs = inputs or preflight(config)

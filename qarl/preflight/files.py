@@ -60,6 +60,12 @@ def check_processes(config: RunConfig, count: int) -> None:
             f"quantization.init {init!r} is for one process, not {count}; leave --processes or the"
             " calibrated start out"
         )
+    if count > 1 and config.rollout.pictures:
+        raise ConfigError(
+            f"rollout.pictures {config.rollout.pictures} is for one process, not {count}: what an"
+            " engine made of pictures is not sent to the others; leave --processes out, or ask in"
+            " text"
+        )
     if count == 1 and config.learner.reduce_dtype != "float32":
         raise ConfigError(
             f"learner.reduce_dtype {config.learner.reduce_dtype!r} has no effect in one"

@@ -60,7 +60,7 @@ def check_inputs(
         inputs = check_prompts(config, task, architecture)
     if saves:
         check_disk(config, inputs.folder)
-    towers = describe_towers(inputs.folder)
+    towers = describe_towers(inputs.folder, config.rollout.pictures)
     for line in filter(None, (inputs.task.describe(), towers, *untested_libraries())):
         say(line)
     return inputs

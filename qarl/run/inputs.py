@@ -34,6 +34,7 @@ _MODEL_FILES = (
     *("config.json", "generation_config.json", "*.py", "*.safetensors", "pytorch_model*.bin"),
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.*"),
+    *("preprocessor_config.json", "processor_config.json"),
 )
 """Files of a model's folder on which tokens, prompts or weights depend."""
 _WHOLE = 64 * 2**20
@@ -157,7 +158,8 @@ def _digest_rows(table: Table) -> str:
     digest = hashlib.sha256()
     for split, problems in table.by_split.items():
         for problem in problems:
-            row = [split, vars(problem)]
+            fields = {name: value for name, value in vars(problem).items() if name != "pictures"}
+            row = [split, fields, *(picture.digest for picture in problem.pictures)]
             digest.update(json.dumps(row, sort_keys=True, default=_as_json).encode() + b"\n")
     return digest.hexdigest()
 

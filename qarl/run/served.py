@@ -73,9 +73,10 @@ def note_served(export: Path, policy: Asked, config: RunConfig) -> Served | None
     """Compare the served export with its evaluation, and write the result into qarl.json.
 
     The problems are held-out ones. None, and nothing is written, if the task talks with the policy
-    over several turns, which one request cannot repeat, or has no held-out problems.
+    over several turns, which one request cannot repeat, if prompts have pictures, which these
+    requests do not carry, or if there are no held-out problems.
     """
-    if config.task.speaks:
+    if config.task.speaks or config.rollout.pictures:
         return None
     problems = problems_once(policy.task, min(config.eval.problems or LIMIT, LIMIT), seed=0)
     if not problems:

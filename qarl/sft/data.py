@@ -14,6 +14,7 @@ from qarl.configs.seeds import stable_hash
 from qarl.configs.words import few, quoted
 from qarl.rollout.types import Completion, Group, Prompt
 from qarl.tasks.base import HELDOUT_ONE_IN, Message, Problem, Split, TaskError
+from qarl.tasks.pictures import column_of_pictures
 from qarl.tasks.rows import FILES, HUB, Row, file_rows, hub_rows, is_table
 from qarl.tasks.table import ROLES
 
@@ -192,6 +193,11 @@ def _form(row: Row) -> tuple[str, ...]:
         columns = ", ".join(str(column) for column in row.values) or "none"
         raise TaskError(
             f"{row.where}: a row needs the columns {wanted}, one of these alone; it has {columns}"
+        )
+    if (pictures := column_of_pictures(row)) is not None:
+        raise TaskError(
+            f"{row.where}: column {pictures!r} holds pictures, and pairs are text alone; drop the"
+            " column, or learn from pictures by rewards (qarl train --rollout.pictures)"
         )
     if row.values.get("tools"):
         raise TaskError(

@@ -380,17 +380,16 @@ def test_the_hint_for_an_answer_may_be_a_nested_value():
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ({"image": {"bytes": "AA=="}}, "image"),
         ({"Videos": ["a.mp4"]}, "Videos"),
         (
-            {"question": [{"role": "user", "content": [{"type": "image"}, {"type": "text"}]}]},
+            {"question": [{"role": "user", "content": [{"type": "audio"}, {"type": "text"}]}]},
             "question",
         ),
     ],
 )
-def test_rows_with_pictures_are_refused_by_name(more: dict[str, Any], named: str):
-    """Check columns and parts of a message; an empty column is none."""
+def test_rows_with_sound_or_video_are_refused_by_name(more: dict[str, Any], named: str):
+    """Contract: columns and parts of a message; an empty column is none."""
     row = {"question": "what is in it?", "answer": "a cat", "audio": None, "images": []}
     assert make_table("q.jsonl", [Row("q.jsonl:1", row)], Columns())
-    with pytest.raises(TaskError, match=rf"^q\.jsonl:1: '{named}' holds pictures, sound or video"):
+    with pytest.raises(TaskError, match=rf"^q\.jsonl:1: '{named}' holds sound or video"):
         make_table("q.jsonl", [Row("q.jsonl:1", {**row, **more})], Columns())

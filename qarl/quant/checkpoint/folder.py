@@ -442,15 +442,18 @@ def tower_inputs(folder: Path) -> list[str]:
     return [inputs for key, inputs in TOWERS.items() if config.get(key) is not None]
 
 
-def describe_towers(folder: Path) -> str:
+def describe_towers(folder: Path, pictures: int = 0) -> str:
     """Return a line on the parts for pictures or sound that a trained model has beside its language
     model; "" if none.
+
+    pictures: upper bound on the pictures of a prompt.
     """
     inputs = " and ".join(tower_inputs(folder))
     if not inputs:
         return ""
+    asked = f"up to {pictures} pictures a prompt" if pictures else "text only"
     return (
-        f"text only: of {str(folder)!r} the language model is trained and published; its part for"
+        f"{asked}: of {str(folder)!r} the language model is trained and published; its part for"
         f" {inputs} stays as it is and is exported with it"
     )
 
