@@ -93,6 +93,10 @@ UPSTREAM = {
             return _softmax_topk(router_logits, self.top_k, self.renormalize)
 """,
     ],
+    "pictures in one batch": [
+        "vllm/v1/worker/gpu_model_runner.py",
+        "for modality, num_items, mm_kwargs_batch in group_and_batch_mm_kwargs(",
+    ],
     "image processors import torchvision": [
         "transformers/models/qwen2_vl/image_processing_qwen2_vl.py",
         "\nfrom torchvision.transforms.v2 import functional as tvF\n",

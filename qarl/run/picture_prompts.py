@@ -73,14 +73,14 @@ class PicturePrompts:
         assert self._processor is not None
         pictures = [open_picture(picture.contents()) for picture in problem.pictures]
         try:
-            made = self._processor(text=[text], images=[pictures], add_special_tokens=special)
+            inputs = self._processor(text=[text], images=[pictures], add_special_tokens=special)
         except Exception as error:  # a processor may raise anything
             raise ModelError(
                 f"the processor of {self._folder!r} does not take the pictures of problem"
                 f" {problem.id!r} ({_sizes(pictures)}): {error_text(error)}; change their sizes, or"
                 " drop the problem"
             ) from error
-        return [int(token) for token in made["input_ids"][0]]
+        return [int(token) for token in inputs["input_ids"][0]]
 
     def of(self, problem: Problem, ids: Sequence[int]) -> Pictures | None:
         """Return the pictures of a problem's prompt; None if it has none.

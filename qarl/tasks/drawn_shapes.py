@@ -26,7 +26,7 @@ class DrawnShapesConfig:
 
     side: int = 56  # Width and height of a picture in pixels
     most: int = 4  # Most shapes of a picture, all of one kind and colour
-    asked: str = "all"  # What is asked: colour, shape, count, or all of them in turn
+    about: str = "all"  # What is asked: colour, shape, count, or all of them in turn
     seed: int | None = None
     size: int = 500
 
@@ -34,7 +34,7 @@ class DrawnShapesConfig:
         """Raise AssertionError for invalid sizes, as reasoning-gym's own configurations do."""
         assert self.side >= 16, "side must be at least 16"
         assert 1 <= self.most <= 9, "most must be from 1 to 9"
-        assert self.asked in ("all", *_QUESTIONS), "asked must be colour, shape, count or all"
+        assert self.about in ("all", *_QUESTIONS), "about must be colour, shape, count or all"
 
 
 class DrawnShapesDataset(Dataset):
@@ -47,14 +47,14 @@ class DrawnShapesDataset(Dataset):
         shape = generator.choice(_SHAPES)
         count = generator.randint(1, self.config.most)
         picture = draw(generator, self.config.side, shape, colour, count)
-        asked = self.config.asked
-        if asked == "all":
-            asked = generator.choice(_QUESTIONS)
+        about = self.config.about
+        if about == "all":
+            about = generator.choice(_QUESTIONS)
         question, answer = {
             "colour": ("What colour?", colour),
             "shape": ("What shape?", shape),
             "count": ("How many?", str(count)),
-        }[asked]
+        }[about]
         return {
             "question": question,
             "answer": answer,

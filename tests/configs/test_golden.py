@@ -70,6 +70,7 @@ RANGES = {
     "OptimizerConfig.momentum": ">= 0, < 1",
     "OwnConfig.function": "length >= 1",
     "PositiveGrpoConfig.clip_high": "> 0",
+    "RolloutConfig.pictures": ">= 0, <= 1024",
     "RolloutConfig.prompts": ">= 1, <= 1000000",
     "RolloutConfig.samples": ">= 2, <= 10000",
     "RolloutConfig.max_prompt_tokens": ">= 1, <= 16777216",

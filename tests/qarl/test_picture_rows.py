@@ -134,7 +134,7 @@ def test_a_picture_that_changes_after_loading_is_refused(folder: Path):
 
 def test_drawn_shapes_show_what_the_answer_says():
     """Contract: pictures are a function of the seed, and have the colour that is asked for."""
-    task = ReasoningGymTask("drawn_shapes", {"asked": "colour", "most": 3})
+    task = ReasoningGymTask("drawn_shapes", {"about": "colour", "most": 3})
     problems = task.problems("train", 0, 6, seed=1)
     again = task.problems("train", 0, 6, seed=1)
     assert [p.pictures for p in problems] == [p.pictures for p in again]
