@@ -53,7 +53,8 @@ class PicturePrompts:
             chat[-1]["content"] = PICTURE * len(problem.pictures) + chat[-1]["content"]
         if problem.pictures or self._needs_parts:
             for message in chat:
-                message["content"] = _parts(message["content"])
+                if isinstance(message["content"], str):  # a program may give parts already
+                    message["content"] = _parts(message["content"])
         return chat
 
     def expanded(self, problem: Problem, text: str, ids: list[int], special: bool) -> list[int]:

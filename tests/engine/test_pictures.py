@@ -174,7 +174,7 @@ def test_a_run_with_pictures_is_exact_and_its_export_takes_pictures(folder: Path
     flags: list[str | Path] = [*SMALL, "--model", folder, "--task", "drawn_shapes"]
     flags += ["--reward", "tests.support.rewards:reward", "--rollout.pictures", "1"]
     flags += ["--rollout.max_prompt_tokens", "128", "--scheme", "w8a8", "--eval.problems", "4"]
-    flags += ["--checkpoint.every", "1"]
+    flags += ["--checkpoint-every", "1", "--prompts", "2", "--rollout.max_new_tokens", "8"]
     succeeded("train", *flags, "--steps", "1", "--output", run)
     done = succeeded("train", "--resume", run, "--steps", "2")
     assert "of the exported checkpoint in a fresh engine" in done.stdout

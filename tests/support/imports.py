@@ -57,7 +57,6 @@ def import_libraries() -> None:
     from qarl.quant.kernels.vllm_cpu import register_triton_forms_once
     from qarl.quant.runtime.llvmlite_repair import repair
 
-    repair()
     if current_platform.is_cpu():
         repair()  # registering reads the attributes of all modules
         register_triton_forms_once()

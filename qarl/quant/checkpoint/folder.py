@@ -451,9 +451,9 @@ def describe_towers(folder: Path, pictures: int = 0) -> str:
     inputs = " and ".join(tower_inputs(folder))
     if not inputs:
         return ""
-    asked = f"up to {pictures} pictures a prompt" if pictures else "text only"
+    prompts = f"up to {pictures} pictures a prompt" if pictures else "text only"
     return (
-        f"{asked}: of {str(folder)!r} the language model is trained and published; its part for"
+        f"{prompts}: of {str(folder)!r} the language model is trained and published; its part for"
         f" {inputs} stays as it is and is exported with it"
     )
 
