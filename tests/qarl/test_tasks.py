@@ -92,7 +92,7 @@ def test_chain_sum_gives_partial_credit_that_is_not_accuracy(
 
 
 def test_a_task_too_small_to_set_questions_aside_says_so(chain_sum, monkeypatch) -> None:
-    monkeypatch.setattr("qarl.tasks.procedural.is_heldout", lambda question: False)
+    monkeypatch.setattr("qarl.tasks.procedural.is_heldout", lambda question, pictures: False)
     with pytest.raises(
         TaskError,
         match=r"no heldout question in 256 draws.*too small to set questions aside",
