@@ -14,6 +14,7 @@ import torch
 from compressed_tensors.quantization import QuantizationScheme
 
 from qarl.configs.words import few
+from qarl.quant.materialize import LowBitWeight
 from qarl.quant.schemes import is_protected
 from qarl.verify.compare_experts import LEAVES as EXPERT_LEAVES
 from qarl.verify.compare_experts import compare_experts
@@ -390,9 +391,7 @@ def _masters(
             if _rounds_to(codes.dequantized(), values):
                 return "codes of these masters, as the engine multiplies"
             continue
-        stored = dict(codes.tensors())
-        names = stored.keys() & tensors.keys()
-        if all(torch.equal(stored[name], tensors[name]) for name in names):
+        if _same_codes(codes, tensors):
             return "codes of these masters, bit for bit"
     if _rounds_to(master, values):
         return "fake-quantized values"
@@ -403,6 +402,21 @@ def _masters(
         if near is not None and not _off(cast, values, near, master.dtype):
             return "nearest codes under other scales"
     return "different"
+
+
+def _same_codes(codes: LowBitWeight, tensors: dict[str, torch.Tensor]) -> bool:
+    """Return whether a checkpoint's tensors are these codes and scales, bit for bit.
+
+    A checkpoint may store one code an element ("weight") where ours packs them.
+    """
+    stored = dict(codes.tensors())
+    if "weight" in tensors and "weight" not in stored:
+        del stored["weight_packed"]
+        stored["weight"] = codes.unpacked().to(tensors["weight"].dtype)
+    compared = stored.keys() & tensors.keys()
+    if not compared & {"weight", "weight_packed"}:
+        return False
+    return all(torch.equal(stored[name], tensors[name]) for name in compared)
 
 
 def _off(

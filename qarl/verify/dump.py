@@ -372,7 +372,8 @@ def _scalars(
     for row, value in enumerate(values):
         if isinstance(value, list) and name in VERSIONS:
             present = [item for item in value if item is not None]
-            value = min(present, default=None)
+            stalest = max if name == "age" else min
+            value = stalest(present, default=None)
         flat.append(_number(value, name, first + row, where))
     return np.array(flat, dtype=np.float64)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from safetensors.torch import save_file
 
 import qarl
@@ -95,6 +96,35 @@ def test_codes_of_these_masters_are_told_from_merely_nearest_ones(tmp_path: Path
     states = {each.name: each.state for each in qarl.verify.weights(source, engine).layers}
     assert states[layer] == "nearest codes under other scales"
     assert states["model.layers.0.mlp.up_proj"] == "codes of these masters, bit for bit"
+
+
+def test_codes_that_are_not_packed_are_compared_too(tmp_path: Path):
+    """Contract: in the format int-quantized, one int8 a code. Blind spot until 2026-11: only scales
+    were compared, so that any codes counted as these masters'.
+    """
+    source, engine = pair(tmp_path)
+    config = json.loads((engine / "config.json").read_text())
+    settings = config["quantization_config"]
+    for each in (settings, *settings["config_groups"].values()):
+        each["format"] = "int-quantized"
+    (engine / "config.json").write_text(json.dumps(config))
+    tensors = read(engine)
+    for name in [name for name in tensors if name.endswith("weight_packed")]:
+        layer = name.removesuffix(".weight_packed")
+        shape = tensors.pop(f"{layer}.weight_shape").tolist()
+        tensors[f"{layer}.weight"] = unpack_from_int32(tensors.pop(name), 4, torch.Size(shape))
+    layer = "model.layers.0.mlp.up_proj"
+    save_file(tensors, engine / "model.safetensors")
+    clean = qarl.verify.weights(source, engine)
+    assert clean.agrees, clean.lines()
+    states = {each.name: each.state for each in clean.layers}
+    assert states[layer] == "codes of these masters, bit for bit"
+    generator = torch.Generator().manual_seed(0)
+    shape = tensors[f"{layer}.weight"].shape
+    drawn = torch.randint(-8, 8, shape, generator=generator, dtype=torch.int8)
+    save_file({**tensors, f"{layer}.weight": drawn}, engine / "model.safetensors")
+    (cause,) = qarl.verify.weights(source, engine).faults
+    assert cause.about == (layer,)
 
 
 def test_one_code_that_is_not_the_nearest_is_a_fault(tmp_path: Path):
