@@ -40,6 +40,7 @@ class VllmEngine:
 
     _open = False
     _vocabulary = Vocabulary("", None)
+    _tower: "Tower | None" = None
 
     def __init__(self, checkpoint: Path, options: VllmOptions):
         prepare_environment()
@@ -75,7 +76,8 @@ class VllmEngine:
                 " rollout.kv_cache_gib and the scheme's support on this machine"
             ) from error
         VllmEngine._open = True
-        self._tower = self._open_tower() if options.towers and options.rollout.pictures else None
+        if options.towers and options.rollout.pictures:
+            self._tower = self._open_tower()
         if options.rounding:
             self._refuse_preemption(options.rounding)
 
