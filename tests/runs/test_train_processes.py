@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pyarrow.parquet as pq
@@ -31,6 +32,7 @@ from tests.support.runs import (
     succeeded,
     wait_for_lines,
 )
+from tests.support.two_machines import kill_tree, two_machines
 
 SHORT = (
     "--rollout.prompts",
@@ -60,10 +62,18 @@ def started(
     )
 
 
-def wait_for_checkpoint(run: Path, process: subprocess.Popen[str], seconds: float = 400) -> None:
+def wait_for_checkpoint(run: Path, process: subprocess.Popen[Any], seconds: float = 400) -> None:
     deadline = time.monotonic() + seconds
     while not list_checkpoints(run / "checkpoints"):
         assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+        time.sleep(0.2)
+
+
+def wait_for_text(log: Path, text: str, process: subprocess.Popen[Any]) -> None:
+    """Wait until a command's log has a text."""
+    deadline = time.monotonic() + 400
+    while text not in log.read_text():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.2)
 
 
@@ -138,13 +148,30 @@ def test_two_processes_train_interrupt_and_go_on_in_one(
 
 
 @pytest.mark.slow
-def test_where_a_process_dies_the_others_stop(tmp_path: Path):
+@pytest.mark.parametrize(
+    "deepspeed",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.skipif(
+                not thorough(), reason="a second run is a minute of CPU; `make test-thorough`"
+            ),
+        ),
+    ],
+)
+def test_where_a_process_dies_the_others_stop(tmp_path: Path, deepspeed: bool):
     """Check that the run ends within a minute and fails, with no process left.
 
-    The checkpoint is intact.
+    The checkpoint is intact. A run that DeepSpeed steps goes on from it in one process.
     """
     run = tmp_path / "run"
     launched = ("--processes", "2", "--steps", "500", "--checkpoint-every", "1")
+    if deepspeed:
+        file = tmp_path / "deepspeed.json"
+        file.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+        launched += ("--optimizer", "adamw", "--learner.deepspeed", str(file))
+        launched += ("--learner.optimizer.decay_steps", "0")
     process = started("train", *launched, "--output", str(run), *SHORT)
     wait_for_checkpoint(run, process)
     ranks = psutil.Process(process.pid).children()
@@ -166,6 +193,12 @@ def test_where_a_process_dies_the_others_stop(tmp_path: Path):
     checkpoint = load_checkpoint(run / "checkpoints")
     assert checkpoint.step >= 1
     assert checkpoint.state["position"]["step"] == checkpoint.step
+    if deepspeed:
+        resumed = succeeded("train", "--resume", run, "--steps", str(checkpoint.step + 1))
+        assert "DeepSpeed steps the masters: ZeRO 2" in resumed.stdout
+        assert [line["step"] for line in read_metrics(run / "metrics.jsonl")] == list(
+            range(1, checkpoint.step + 2)
+        )
 
 
 def test_where_the_launcher_is_killed_no_process_is_left(tmp_path: Path):
@@ -279,6 +312,68 @@ def test_two_nodes_are_two_processes(tmp_path: Path):
     whole = lines(tmp_path / "one")
     assert len(whole) == 2
     assert lines(tmp_path / "two") == whole
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not thorough(),
+    reason="three launches and two servers are minutes of CPU; `make test-thorough` makes them",
+)
+def test_two_machines_lose_one_side_and_then_the_other(tmp_path: Path):
+    """Check a run whose first machine learns and whose second one samples and learns: a process of
+    torchrun on each, a server on the second. The first machine dies by SIGKILL; what is left of the
+    second's learner stops. Then the server dies and is started again, and torchrun resumes the run
+    on both machines. Every metric and digest is that of two processes on one machine with engines
+    of their own, without faults.
+
+    Blind spots: machines share the file system, and the network loses nothing.
+    """
+    key = tmp_path / "key"
+    key.write_text("key-of-two-machines")
+    key.chmod(0o600)
+    options = ("--scheme", "w8a8", "--steps", "4", *SHORT)
+    options += ("--max-new-tokens", "8", "--checkpoint-every", "1", "--sync.canary_every", "1")
+    alone = ("--processes", "2", "--output", str(tmp_path / "alone"))
+    one = started("train", *alone, *options)
+    printed, _ = one.communicate(timeout=500)
+    assert one.returncode == 0, printed
+    run = tmp_path / "run"
+    with two_machines() as (first, second):
+        url = f"http://{second.address}:8100"
+        serve = command("serve-rollouts", *options, "--replicas", "1", "--host", second.address)
+        serve += ["--key-file", str(key)]
+        served = ("--rollout.servers", url, "--rollout.server_key_file", str(key))
+        served += ("--rollout.server_transfer", "http")
+
+        def start_server() -> "subprocess.Popen[bytes]":
+            log = tmp_path / f"server-{len(list(tmp_path.glob('server-*')))}"
+            process = second.start(serve, log)
+            wait_for_text(log, "ready (with the key)", process)
+            return process
+
+        def learn(arguments: list[str], log: str) -> list["subprocess.Popen[bytes]"]:
+            launch = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "1"]
+            launch += ["--master-addr", first.address, "--master-port", "29571"]
+            return [
+                machine.start(
+                    [*launch, "--node-rank", str(rank), "-m", "qarl", *arguments],
+                    tmp_path / f"{log}-{rank}",
+                )
+                for rank, machine in enumerate((first, second))
+            ]
+
+        server = start_server()
+        _, other = learn(["train", *options, *served, "--output", str(run)], "learner")
+        wait_for_checkpoint(run, other)
+        first.kill()
+        assert other.wait(120) != 0
+        kill_tree(server)
+        server = start_server()
+        nodes = learn(["train", "--resume", str(run)], "resumed")
+        for rank, node in enumerate(nodes):
+            assert node.wait(400) == 0, (tmp_path / f"resumed-{rank}").read_text()
+    assert lines(run) == lines(tmp_path / "alone")
+    assert len(lines(run)) == 4
 
 
 @pytest.mark.slow
