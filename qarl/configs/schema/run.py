@@ -84,7 +84,7 @@ class RolloutConfig(Section):
     temperature: float = Field(
         default=1.0,
         gt=0,
-        le=10,
+        le=2,
         description=(
             "Sampling temperature of completions. The learner's log-probs are of the same"
             " distribution."
@@ -328,7 +328,7 @@ class EvalConfig(Section):
         description="Answers per problem, averaged over. Several need a temperature above 0.",
     )
     temperature: float = Field(
-        default=0.0, ge=0, le=10, description="Sampling temperature of the answers. 0 is greedy."
+        default=0.0, ge=0, le=2, description="Sampling temperature of the answers. 0 is greedy."
     )
     top_p: float = Field(
         default=1.0,
