@@ -334,8 +334,13 @@ def _verify_by_trainer(rows: list[dict[str, Any]]) -> str:
             f"{of_trainer[clean]['right']} of {of_trainer[clean]['drawn']}"
             for clean in (False, True)
         ]
-        misses = [miss for row in of_trainer.values() for miss in row["named_otherwise"]]
-        lines.append(line((trainer, *counts, "; ".join(misses) or "–")))
+        misses = []
+        for row in of_trainer.values():
+            for miss in row["named_otherwise"]:
+                planted = miss.partition(" {")[0]
+                answered = miss.rpartition("}: ")[2]
+                misses.append(f"{planted} (answer: {answered})")
+        lines.append(line((trainer, *counts, ", ".join(misses) or "–")))
     return "\n".join(lines) + "\n"
 
 
