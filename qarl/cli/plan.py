@@ -31,7 +31,7 @@ def add_plan(commands: Any) -> None:
         description=(
             "Show the memory that a run would take, part by part, from the model's config.json"
             " alone. Options are those of `qarl train`. If the run does not fit, the exit status is"
-            " 2, and remedies and a command that works are printed."
+            " 2, and remedies and a command whose memory fits are printed."
         ),
     )
     parser.add_argument(
