@@ -18,7 +18,7 @@ from qarl.quant.materialize import LowBitWeight
 from qarl.quant.schemes import is_protected
 from qarl.verify.compare_experts import LEAVES as EXPERT_LEAVES
 from qarl.verify.compare_experts import compare_experts
-from qarl.verify.differences import Sketch, diagnose, distance, sketch
+from qarl.verify.differences import Sketch, diagnose, distance, incomparable, sketch
 from qarl.verify.engines import HeldExperts
 from qarl.verify.findings import Cause, Report, VerifyInputError, fault
 from qarl.verify.lines import outcome_lines, wrapped
@@ -194,9 +194,7 @@ class _Comparison:
                 self._causes.append(fault("missing", f"{name}.{leaf}", f"the {only} alone has it"))
                 state = "different"
             elif not _rounds_to(ours[leaf], theirs[leaf]):
-                gap = distance(ours[leaf], theirs[leaf])
-                text = f"‖Δ‖ is {gap:.2g} of ‖W‖"
-                self._causes.append(fault("stale", f"{name}.{leaf}", text))
+                self._causes.append(_leaf_cause(f"{name}.{leaf}", ours[leaf], theirs[leaf]))
                 state = "different"
         return state
 
@@ -284,6 +282,14 @@ class _Comparison:
             config=self._trainer.config,
             off=off,
         )
+
+
+def _leaf_cause(name: str, trainer: torch.Tensor, engine: torch.Tensor) -> Cause:
+    """Return why a layer's tensor besides its weight differs, such as a bias."""
+    cause = incomparable(name, trainer.float(), engine.float())
+    if cause is not None:
+        return cause
+    return fault("stale", name, f"‖Δ‖ is {distance(trainer, engine):.2g} of ‖W‖")
 
 
 def _has_codes(side: Side, layer: str) -> bool:
@@ -446,8 +452,10 @@ def _rounds_to(one: torch.Tensor, other: torch.Tensor) -> bool:
     relative = max(coarse.get(side.dtype, 1e-6) for side in (one, other))
     a = one.float()
     b = other.float()
-    bound = relative * torch.maximum(a.abs(), b.abs())
-    return bool(((a - b).abs() <= bound).all())
+    gap = (a - b).abs()
+    # An infinity is no rounding, though the bound would be infinite, too.
+    within = (gap <= relative * torch.maximum(a.abs(), b.abs())) & gap.isfinite()
+    return bool(within.all())
 
 
 def _same_bytes(

@@ -85,15 +85,22 @@ def diagnose(
         off: clause about the codes that differ, or "".
     """
     bound = max(2 * rounding, 4e-3)
-    if not engine.isfinite().all() or not trainer.isfinite().all():
-        side = "engine" if not engine.isfinite().all() else "trainer"
-        return fault(
-            "not-finite", layer, f"the {side}'s tensor holds NaN or infinity", "load it again"
-        )
-    if trainer.ndim == 2 and engine.ndim == 2:
+    cause = _not_finite(layer, trainer, engine)
+    # Zeros resemble any other zeros, so that an order or another layer could not be told.
+    if cause is None and trainer.ndim == 2 and engine.ndim == 2 and trainer.any():
         cause = _rearranged(layer, trainer, engine, bound, engine_sketches, config)
-        if cause is not None:
-            return cause
+    if cause is None:
+        cause = incomparable(layer, trainer, engine)
+    return _changed(layer, trainer, engine, rounding, off) if cause is None else cause
+
+
+def incomparable(layer: str, trainer: torch.Tensor, engine: torch.Tensor) -> Cause | None:
+    """Return the cause if the distance of two different tensors says nothing: a side holds NaN or
+    infinity, or is all zeros, or the shapes differ.
+    """
+    cause = _not_finite(layer, trainer, engine)
+    if cause is not None:
+        return cause
     if trainer.shape != engine.shape:
         return fault(
             "shape",
@@ -101,7 +108,18 @@ def diagnose(
             f"the trainer has {list(trainer.shape)}, the engine {list(engine.shape)}",
             "compare the two models' config.json",
         )
-    return _changed(layer, trainer, engine, rounding, off)
+    for side, tensor in (("engine", engine), ("trainer", trainer)):
+        if not tensor.any():
+            return fault("zeros", layer, f"the {side}'s tensor is all zeros", "load it again")
+    return None
+
+
+def _not_finite(layer: str, trainer: torch.Tensor, engine: torch.Tensor) -> Cause | None:
+    for side, tensor in (("engine", engine), ("trainer", trainer)):
+        if not tensor.isfinite().all():
+            text = f"the {side}'s tensor holds NaN or infinity"
+            return fault("not-finite", layer, text, "load it again")
+    return None
 
 
 def _rearranged(
@@ -224,11 +242,9 @@ def _is_rotary(order: torch.Tensor, layer: str, config: Mapping[str, Any]) -> bo
 def _changed(
     layer: str, trainer: torch.Tensor, engine: torch.Tensor, rounding: float, off: str
 ) -> Cause:
-    """Return the cause for values that differ in place."""
+    """Return the cause for values that differ in place, neither of them all zeros."""
     gap = distance(trainer, engine)
     size = f"‖Δ‖ is {gap:.2g} of ‖W‖, of which rounding explains {rounding:.2g}{off}"
-    if not engine.any():
-        return fault("zeros", layer, "the engine's tensor is all zeros", "load it again")
     a, b = trainer.flatten().double(), engine.flatten().double()
     factor = float(a @ b / (b @ b))
     residual = float((a - factor * b).norm() / a.norm())

@@ -110,21 +110,30 @@ def read_server(url: str) -> RunningEngine:
             " logprobs`"
         )
     listed = answers[0]
-    _require_tensor_parallel(listed["stages"], listed["expert_parallel"])
     tuples = ("shape", "parts", "repeats")
-    ranks = [
-        [
-            HeldWeight(**each | {name: tuple(each[name]) for name in tuples})
-            for each in rank["tensors"]
+    try:
+        divided = listed["stages"], listed["expert_parallel"]
+        ranks = [
+            [
+                HeldWeight(**each | {name: tuple(each[name]) for name in tuples})
+                for each in rank["tensors"]
+            ]
+            for rank in answers
         ]
-        for rank in answers
-    ]
+        config, quantization = listed["config"], listed["quantization"]
+        others = listed["others"]
+    except (KeyError, TypeError) as error:  # an extension of another version
+        raise server.unexpected("/collective_rpc", answers) from error
+    _require_tensor_parallel(*divided)
     version = server.weight_version()
 
     def part(layer: str, kind: str, start: int, count: int) -> "list[torch.Tensor]":
         parts = server.call("qarl_weight_part", layer=layer, kind=kind, start=start, count=count)
         assert parts is not None
-        return [_decoded(each) for each in parts]
+        try:
+            return [_decoded(each) for each in parts]
+        except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+            raise server.unexpected("/collective_rpc", parts) from error
 
     def check() -> None:
         now = server.weight_version()
@@ -135,11 +144,11 @@ def read_server(url: str) -> RunningEngine:
             )
 
     return RunningEngine(
-        config=listed["config"],
-        quantization=listed["quantization"],
+        config=config,
+        quantization=quantization,
         tensors=_tensors(ranks, part),
         experts=_experts(ranks, part),
-        unread=_unread(listed["others"], ranks),
+        unread=_unread(others, ranks),
         check=check,
     )
 

@@ -15,6 +15,8 @@ _SECONDS = 120.0
 """Timeout of a request; a server may be sampling before it answers."""
 _LONGEST_REASON = 400
 """Upper bound on the part of an error's text that is read, in bytes."""
+_LONGEST_ANSWER = 200
+"""Upper bound on the part of an unexpected answer that an error quotes, in characters."""
 _DEVELOPMENT = "VLLM_SERVER_DEV_MODE=1"
 """Environment variable with which a server has the paths that read its workers."""
 
@@ -53,6 +55,8 @@ class VllmServer:
     def weight_version(self) -> str | None:
         """Return the version that the server names; None if it names none."""
         answer = self.get("/weight_info", missing=(404,))
+        if not isinstance(answer, dict | None):
+            raise self.unexpected("/weight_info", answer)
         return None if answer is None else answer.get("weight_version")
 
     def call(self, method: str, **arguments: Any) -> list[Any] | None:
@@ -61,7 +65,22 @@ class VllmServer:
         """
         body = {"method": method, "kwargs": arguments}
         answer = self.get("/collective_rpc", body, missing=(404, 405), lacks=method)
-        return None if answer is None else answer["results"]
+        if answer is None:
+            return None
+        results = answer.get("results") if isinstance(answer, dict) else None
+        if not isinstance(results, list) or not results:
+            raise self.unexpected("/collective_rpc", answer)
+        return results
+
+    def unexpected(self, path: str, answer: Any) -> VerifyInputError:
+        """Return the error for an answer of another form than vLLM's or the worker extension's."""
+        text = json.dumps(answer)
+        text = text if len(text) <= _LONGEST_ANSWER else f"{text[:_LONGEST_ANSWER]}…"
+        return VerifyInputError(
+            f"server {self.url!r} answers {path} with {text}, which is of another form than that of"
+            " vLLM and the worker extension; start it with the versions of vLLM and qarl that are"
+            " installed here"
+        )
 
     def get(
         self,

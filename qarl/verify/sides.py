@@ -89,6 +89,7 @@ def open_side(source: Any, role: str, quantization: Quantization | None, other: 
         config=config,
         quantization=quantization,
         layers=_layers(canonical(tensors, config, role)),
+        unread=(f"the {role}'s settings: tensors in memory have no config.json",),
     )
 
 
@@ -108,7 +109,8 @@ def read_quantization(file: str | Path) -> Quantization:
 def _running(engine: RunningEngine, role: str, quantization: Quantization | None) -> Side:
     parsed = None
     if engine.quantization is not None:
-        parsed = Quantization.parse(engine.quantization, "the engine")
+        parsed = Quantization.parse(engine.quantization, f"the {role}")
+        _require_no_other(role, quantization, f"the {role}, a running vLLM,")
     return Side(
         role=role,
         config=engine.config,
@@ -140,11 +142,7 @@ def _folder(folder: Path, role: str, quantization: Quantization | None, other: A
     settings = config.get("quantization_config") or config.get("compression_config")
     if settings is not None:
         own = Quantization.parse(settings, f"{str(folder / 'config.json')!r}")
-        if quantization is not None and role == "trainer":
-            raise VerifyInputError(
-                f"--config, but {str(folder / 'config.json')!r} has a quantization_config of its"
-                " own; omit --config, or compare the unquantized masters"
-            )
+        _require_no_other(role, quantization, f"{str(folder / 'config.json')!r}")
         quantization = own
     tensors = dict(_stored(folder, shapes))
     text = config.get("text_config")
@@ -156,6 +154,15 @@ def _folder(folder: Path, role: str, quantization: Quantization | None, other: A
         layers=_layers(canonical(tensors, config, role)),
         unread=unread,
     )
+
+
+def _require_no_other(role: str, quantization: Quantization | None, owner: str) -> None:
+    """Raise `VerifyInputError` if a trainer that has a quantization_config is given another one."""
+    if quantization is not None and role == "trainer":
+        raise VerifyInputError(
+            f"--config, but {owner} has a quantization_config of its own; omit --config, or compare"
+            " the unquantized masters"
+        )
 
 
 def _stored(
@@ -208,8 +215,11 @@ def _layers(tensors: Mapping[str, Stored]) -> dict[str, dict[str, Stored]]:
 
 def _config_of(source: Any) -> dict[str, Any]:
     """Return config.json's settings of a source that is a folder, or those of a model; else {}."""
-    if isinstance(source, str | Path) and (Path(source) / "config.json").is_file():
-        config = read_config(Path(source))
+    if isinstance(source, str | Path):
+        folder = Path(source).expanduser()
+        if not (folder / "config.json").is_file():
+            return {}
+        config = read_config(folder)
         text = config.get("text_config")
         return config | text if isinstance(text, dict) else config
     reader: Callable[[], Any] | None = getattr(getattr(source, "config", None), "to_dict", None)

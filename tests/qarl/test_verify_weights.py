@@ -7,6 +7,9 @@ GPTQ or AWQ are told from stale ones by nobody here.
 
 import json
 import random
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from qarl.cli.main import main
 from qarl.configs.errors import ModelError
 from qarl.quant.materialize import materialize
 from qarl.quant.schemes import get_scheme
+from qarl.verify.findings import VerifyInputError
 from qarl.verify.names import stripped
 from tests.support.drawn_checkpoints import (
     CLEAN,
@@ -190,6 +194,126 @@ def test_a_folder_of_weights_alone_is_compared_without_settings(tmp_path: Path):
     report = qarl.verify.weights(source, engine)
     assert report.agrees
     assert any("has no config.json" in text for text in report.unchecked)
+
+
+def test_settings_of_tensors_in_memory_are_said_to_be_uncompared(tmp_path: Path, monkeypatch):
+    """Contract: they are read by the other side's config.json, which agrees with itself; `~` in the
+    other side's path is the home folder.
+    """
+    source, engine = pair(tmp_path, "w8a8", "qwen3-moe")
+    change(engine, rms_norm_eps=0.5)
+    tensors = fused(read(source))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    report = qarl.verify.weights(tensors, "~/engine")
+    assert report.agrees
+    assert "the trainer's settings: tensors in memory have no config.json" in report.unchecked
+    (cause,) = qarl.verify.weights(source, "~/engine").faults
+    assert cause.name == "settings"
+
+
+@pytest.mark.parametrize("side", ["trainer", "engine"])
+@pytest.mark.parametrize("leaf", ["self_attn.q_proj.weight", "mlp.up_proj.bias", "norm.weight"])
+def test_zeros_of_either_side_are_named(leaf: str, side: str):
+    generator = torch.Generator().manual_seed(0)
+    shape = (64, 32) if leaf.endswith("q_proj.weight") else (64,)
+    drawn = {
+        f"model.layers.{layer}.{leaf}": torch.randn(shape, generator=generator) for layer in (0, 1)
+    }
+    drawn |= {"model.layers.0.self_attn.o_proj.weight": torch.zeros(64, 32)}
+    name = f"model.layers.1.{leaf}"
+    zeros = drawn | {name: torch.zeros(shape)}
+    sides = (zeros, drawn) if side == "trainer" else (drawn, zeros)
+    (cause,) = qarl.verify.weights(*sides).faults
+    assert (cause.name, cause.evidence) == ("zeros", f"the {side}'s tensor is all zeros")
+    assert cause.about == (name.removesuffix(".weight"),)
+
+
+@pytest.mark.parametrize(
+    ("value", "cause"),
+    [
+        (torch.tensor([1.0, float("nan")]), "not-finite"),
+        (torch.tensor([1.0, float("inf")]), "not-finite"),
+        (torch.ones(3), "shape"),
+        (torch.tensor([1.0, 2.5]), "stale"),
+    ],
+)
+def test_a_bias_that_differs_is_named_as_a_weight_is(value: torch.Tensor, cause: str):
+    name = "model.layers.0.mlp.up_proj"
+    trainer = {f"{name}.weight": torch.ones(2, 2), f"{name}.bias": torch.tensor([1.0, 2.0])}
+    (said,) = qarl.verify.weights(trainer, trainer | {f"{name}.bias": value}).faults
+    assert (said.name, said.about) == (cause, (f"{name}.bias",))
+
+
+@pytest.fixture
+def server() -> Iterator[Callable[[dict[str, Any]], str]]:
+    """Return a function that starts a server with these answers, by path, and returns its URL."""
+    started = []
+
+    def start(answers: dict[str, Any]) -> str:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                self.send_response(200 if self.path in answers else 404)
+                self.end_headers()
+                self.wfile.write(json.dumps(answers.get(self.path)).encode())
+
+            do_POST = do_GET  # noqa: N815
+
+            def log_message(self, format: str, *args: Any) -> None:
+                pass
+
+        started.append(HTTPServer(("127.0.0.1", 0), Handler))
+        threading.Thread(target=started[-1].serve_forever, args=(0.01,), daemon=True).start()
+        return f"http://127.0.0.1:{started[-1].server_port}"
+
+    yield start
+    for each in started:
+        each.shutdown()
+        each.server_close()
+
+
+HELD: dict[str, Any] = {
+    "config": {},
+    "quantization": None,
+    "stages": 1,
+    "expert_parallel": False,
+    "tensors": [],
+    "others": {},
+}
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        {"/collective_rpc": {}},
+        {"/collective_rpc": []},
+        {"/collective_rpc": {"results": []}},
+        {"/collective_rpc": {"results": [None]}},
+        {"/collective_rpc": {"results": [[1]]}},
+        {"/collective_rpc": {"results": [{}]}},
+        {"/collective_rpc": {"results": [HELD | {"tensors": [{"name": "a"}]}]}},
+        {"/collective_rpc": {"results": [HELD | {"tensors": 1}]}},
+        {"/collective_rpc": {"results": [HELD]}, "/weight_info": ["1"]},
+    ],
+)
+def test_a_server_that_answers_in_another_form_is_quoted(
+    answers: dict[str, Any], server: Callable[[dict[str, Any]], str]
+):
+    url = server({"/v1/models": {"data": [{"id": "m"}]}} | answers)
+    path = "/weight_info" if "/weight_info" in answers else "/collective_rpc"
+    with pytest.raises(VerifyInputError, match=f"'{url}' answers {path} with .*another form"):
+        qarl.verify.weights({"model.norm.weight": torch.ones(2)}, url)
+
+
+def test_a_running_trainer_with_its_own_quantization_refuses_config(
+    tmp_path: Path, server: Callable[[dict[str, Any]], str]
+):
+    source, engine = pair(tmp_path)
+    settings = quantization(read(source), "w4a16-g64")
+    held = HELD | {"quantization": settings}
+    url = server({"/v1/models": {"data": [{"id": "m"}]}, "/collective_rpc": {"results": [held]}})
+    with pytest.raises(VerifyInputError, match="--config, but the trainer, a running vLLM, has a"):
+        qarl.verify.weights(url, engine, settings)
 
 
 @pytest.mark.parametrize(
