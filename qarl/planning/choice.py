@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
 from itertools import compress, product
 
-from qarl.configs.errors import ConfigError, ModelError
+from pydantic import ValidationError
+
+from qarl.configs.errors import ConfigError, InputError, ModelError
 from qarl.configs.flags import flag_of
 from qarl.configs.load import (
     config_file,
@@ -276,7 +278,7 @@ def _changed(
             processes,
             here,
         )
-    except ValueError:
+    except (ValidationError, InputError):
         return None
 
 

@@ -92,8 +92,8 @@ class DriverGpu:
     free: int
     """Bytes that no process uses now."""
 
-    capability: float
-    """CUDA compute capability, such as 9.0."""
+    capability: float | None
+    """CUDA compute capability, such as 9.0; None if the driver does not say."""
 
     driver: str
     """Version of the driver."""
@@ -148,7 +148,7 @@ def this_machine() -> Machine:
         )
         raise ConfigError(
             f"CUDA_VISIBLE_DEVICES {chosen!r} names none of this machine's {hidden} GPUs: {slices}"
-            " some"
+            " some, each once (CUDA ignores what follows a name of no GPU)"
         )
     if gpus:
         smallest = min(gpus, key=lambda gpu: gpu.memory)
@@ -187,20 +187,27 @@ def _group_limits() -> list[int]:
 
 
 def visible_gpus() -> list[DriverGpu]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES names, or all if it is not set.
+    """Return the GPUs that CUDA_VISIBLE_DEVICES names, in its order, or all if it is not set.
 
-    The list is empty if there is no driver.
+    As CUDA reads it, the first name of no GPU, or of several, ends the list, and a GPU that is
+    named twice empties it. The list is empty if there is no driver.
     """
     gpus = driver_gpus()
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return gpus
-    names = [name.strip() for name in chosen.split(",") if name.strip()]
-
-    def is_named(gpu: DriverGpu) -> bool:
-        return any(name == gpu.index or gpu.uuid.startswith(name) for name in names)
-
-    return [gpu for gpu in gpus if is_named(gpu)]
+    visible: list[DriverGpu] = []
+    for name in map(str.strip, chosen.split(",")):
+        is_uuid = name.startswith("GPU-")
+        named = [
+            gpu for gpu in gpus if name == gpu.index or (is_uuid and gpu.uuid.startswith(name))
+        ]
+        if len(named) != 1:
+            break
+        if named[0] in visible:
+            return []
+        visible += named
+    return visible
 
 
 def driver_gpus() -> list[DriverGpu]:
@@ -224,11 +231,16 @@ def driver_gpus() -> list[DriverGpu]:
             *names,
             memory=_bytes(memory),
             free=_bytes(free),
-            capability=float(compute),
+            capability=_capability(compute),
             driver=driver,
         )
         for *names, memory, free, compute, driver in rows
     ]
+
+
+def _capability(text: str) -> float | None:
+    """Convert a compute capability; old drivers report "[N/A]", and broken GPUs other words."""
+    return float(text) if re.fullmatch(r"\d+\.\d+", text) else None
 
 
 def _bytes(mebibytes: str) -> int:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from qarl.configs.errors import ConfigError, InputError
 from qarl.configs.load import set_field
 from qarl.configs.schema.base import leaf_values
+from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.planning.machine import Machine
 from qarl.planning.memory import GIB, Memory, cache_itemsize, count_memory
-from qarl.planning.shapes import Shapes
+from qarl.planning.shapes import Shapes, unmatched
 from qarl.planning.traffic import Traffic, count_traffic
 
 SPARE = 0.1
@@ -88,6 +89,12 @@ class MemoryPlan:
     def host(self) -> int:
         """Bytes of host memory that the processes of this machine need."""
         return self.memory.host * self.local
+
+    @property
+    def unmatched_targets(self) -> tuple[str, ...]:
+        """LoRA targets that match no name that the plan knows, so that it counts all matrices."""
+        lora = self.config.learner.lora
+        return unmatched(self.shapes, lora.targets) if isinstance(lora, LoraConfig) else ()
 
     @property
     def refused(self) -> bool:

@@ -239,15 +239,25 @@ def schemes_of(
 
 
 @cache
+def unmatched(shapes: Shapes, patterns: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the patterns that match none of the names of `matrices`.
+
+    They may be names of another family than Llama's, or mistyped.
+    """
+    names = [name for name, _ in matrices(shapes)]
+    return tuple(pattern for pattern in patterns if not matching(pattern, names))
+
+
+@cache
 def targeted(shapes: Shapes, patterns: tuple[str, ...]) -> int:
     """Return the sum of rows and columns, O + I, of all matrices that get an adapter.
 
-    All matrices get one if there are no patterns, or if these are names of another family than
-    Llama's. An expert's gate and up count as one matrix.
+    All matrices get one if there are no patterns, and all are counted, an upper bound, if
+    `unmatched` has any. An expert's gate and up count as one matrix.
     """
     sizes = dict(matrices(shapes))
     named = {name for pattern in patterns for name in matching(pattern, list(sizes))}
-    adapted = named or set(sizes)
+    adapted = set(sizes) if not patterns or unmatched(shapes, patterns) else named
     total = 0
     for name, (rows, columns) in sizes.items():
         if name not in adapted or (shapes.experts and name.endswith(".up_proj")):

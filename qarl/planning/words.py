@@ -29,6 +29,8 @@ def one_line(plan: MemoryPlan) -> str:
     line += f" ({', '.join(parts)})"
     if plan.decided:
         line += f"; decided by the plan: {', '.join(plan.decided)}"
+    if plan.unmatched_targets:
+        line += f"; {_assumed(plan)}"
     if not plan.fits:
         line += f"; {verdict(plan)}: it may run out"
     elif plan.memory.total > plan.capacity - plan.machine.used:
@@ -63,7 +65,18 @@ def table(plan: MemoryPlan) -> list[str]:
         lines += _sent(plan)
     if plan.decided:
         lines += ["", *_wrapped(f"decided by the plan: {', '.join(plan.decided)}")]
+    if plan.unmatched_targets:
+        lines += ["", *_wrapped(_assumed(plan))]
     return lines
+
+
+def _assumed(plan: MemoryPlan) -> str:
+    """Return the sentence about LoRA targets whose matrices the plan does not know."""
+    targets = ", ".join(map(repr, plan.unmatched_targets))
+    return (
+        f"adapters are counted for all matrices, because the plan knows no layer that matches"
+        f" learner.lora.targets {targets}"
+    )
 
 
 def _sent(plan: MemoryPlan) -> list[str]:

@@ -114,8 +114,9 @@ def _gpus(gpus: list[DriverGpu], on_gpus: bool) -> Iterator[Finding]:
         yield _line("GPUs", text, remedy if on_gpus else "")
         return
     for gpu in gpus:
+        capability = "unknown" if gpu.capability is None else f"{gpu.capability:g}"
         text = (
-            f"{gpu.name}, capability {gpu.capability:g}, {gpu.free / GIB:.1f} of"
+            f"{gpu.name}, capability {capability}, {gpu.free / GIB:.1f} of"
             f" {gpu.memory / GIB:.1f} GiB free"
         )
         in_use = gpu.free < gpu.memory / 2

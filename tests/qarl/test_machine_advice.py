@@ -87,6 +87,9 @@ def test_a_gpu_machine_is_told_what_it_lacks(tmp_path: Path, monkeypatch):
     assert found["GPU 0"].text == "NVIDIA A100-SXM4-80GB, capability 8, 1.0 of 80.0 GiB free"
     assert found["GPU 0"].remedy
     assert found["driver"].remedy == "CUDA 13 needs 580 or later: update it"
+    unknown = OLD.replace("8.0", "[N/A]")
+    found = lines(monkeypatch, str(tool(tmp_path / "bin", "nvidia-smi", f"echo '{unknown}'")))
+    assert "capability unknown, 1.0 of 80.0 GiB free" in found["GPU 0"].text
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert not machines.visible_gpus()
     assert machines.driver_gpus()

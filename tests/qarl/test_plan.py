@@ -25,12 +25,14 @@ from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.embedded.real_model import REAL_MODEL
 from qarl.embedded.recipe import RECIPES, recipe_config
+from qarl.planning import choice
 from qarl.planning import machine as machines
 from qarl.planning.choice import choose, fitting, helping
 from qarl.planning.machine import Machine, parse_machine, this_machine
 from qarl.planning.memory import GIB, Count, Memory, count_memory
 from qarl.planning.plan import changed_config, make_plan
 from qarl.planning.shapes import COUNTED, EMBEDDED, NAMED, matrices, shapes_of, sizes_of
+from qarl.planning.words import one_line, table
 from qarl.preflight.files import check_processes
 from qarl.preflight.schemes import check_schemes
 from qarl.quant.checkpoint.load import empty_model
@@ -262,6 +264,31 @@ def test_layer_rules_and_targets_count_by_name():
         lora(learner__lora__targets=t)["gradients"] for t in ("*.q_proj", "*", "*.qkv_proj")
     )
     assert q < all_ == others, "names of another family stand for all"
+    some = lora(learner__lora__targets="*.q_proj,*.w1")["gradients"]
+    assert some == all_, "what a name that is not known stands for may be as large"
+
+
+def test_targets_that_match_no_known_name_are_said():
+    fields = {"learner__lora__name": "lora", "learner__lora__targets": "*.q_proj,*.w1"}
+    machine = parse_machine("1xH100")
+    plan = make_plan(config(**fields), NAMED["qwen3-8b"], "", machine, 1)
+    said = "because the plan knows no layer that matches learner.lora.targets '*.w1'"
+    assert said in one_line(plan)
+    assert said in " ".join(table(plan))
+    known = config(**fields | {"learner__lora__targets": "*.q_proj"})
+    assert "because" not in one_line(make_plan(known, NAMED["qwen3-8b"], "", machine, 1))
+
+
+def test_an_error_of_the_plan_itself_is_no_change_that_does_not_apply(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Contract: a change that the configuration refuses is left out; a bug is not hidden so."""
+    plan = make_plan(config(), NAMED["qwen3-8b"], "", parse_machine("1xH100"), 1)
+    refused = choice.Change({"learner.micro_batch_tokens": 0}, 1)
+    assert choice._changed(plan, [refused], plan.machine, 1) is None
+    monkeypatch.setattr(choice, "make_plan", lambda *_: int("not a number"))
+    with pytest.raises(ValueError, match="invalid literal"):
+        choice._changed(plan, [], plan.machine, 1)
 
 
 def test_what_is_open_is_decided_and_what_is_given_is_kept():
@@ -420,6 +447,21 @@ def test_the_machine_is_what_the_driver_tells(
             match=f"'{chosen}' names none of this machine's 1 GPUs: {remedy}",
         ):
             this_machine()
+    driver(81559, 81559, 81559)
+    for chosen, visible in (
+        ("2,0", "20"),
+        ("1,7,0", "1"),
+        ("7,0", ""),
+        ("0,-1,1", "0"),
+        ("0,,1", "0"),
+        ("1,1", ""),
+        ("GPU-2, GPU-7, GPU-0", "2"),
+        ("GPU-2, GPU-0a", "20"),
+        ("GPU-,0", ""),
+        ("G", ""),
+    ):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert "".join(gpu.index for gpu in machines.visible_gpus()) == visible, chosen
     monkeypatch.setenv("PATH", "")
     assert machines.driver_gpus() == []
     assert this_machine().device == "cpu"
