@@ -28,7 +28,7 @@ from typing import Any
 from qarl.configs.functions import FunctionKind, load_function
 from qarl.quant.runtime.parent import leave_stop_signals_to_the_parent
 from qarl.tasks.base import Failure, TaskError
-from qarl.tasks.rewards import attempt
+from qarl.tasks.rewards import attempt, failure_of
 from qarl.tasks.signatures import is_pending, settled, too_long
 from qarl.tasks.worker import begin, end_with, sendable
 
@@ -74,12 +74,22 @@ def serve(fd: int) -> None:
     pid = os.fork()
     if pid == 0:
         try:
-            connection.send(describe(job.spec, environment))
-        # `TaskError`, and whatever is wrong with transformers
-        except Exception as error:
-            connection.send(str(error))
-        os._exit(0)
-    os.waitpid(pid, 0)
+            try:
+                connection.send(describe(job.spec, environment))
+            # `TaskError`, and whatever is wrong with transformers
+            except Exception as error:
+                connection.send(str(error))
+            os._exit(0)
+        finally:  # nothing was sent
+            os._exit(1)
+    _, status = os.waitpid(pid, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code != 0:  # nothing was sent
+        ending = f"signal {-code}" if code < 0 else f"exit status {code}"
+        return connection.send(
+            f"environment {job.spec!r}: describing its tools ended its process ({ending}); is"
+            " memory short?"
+        )
     # The system collects the forks that ended.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with suppress(EOFError, OSError):  # the parent closed the pipe, or ended
@@ -145,13 +155,16 @@ def _converse(
             while True:
                 call: Call = connection.recv()
                 _seed(call.seed)
-                with _timed(time_limit):
-                    if instance is None:
-                        instance = attempt(environment)
-                    if isinstance(instance, Failure):
-                        outcome = instance
-                    else:
-                        outcome = attempt(_call_method, runner, instance, call)
+                try:
+                    with _timed(time_limit):
+                        if instance is None:
+                            instance = attempt(environment)
+                        if isinstance(instance, Failure):
+                            outcome = instance
+                        else:
+                            outcome = attempt(_call_method, runner, instance, call)
+                except TimeoutError as error:  # the alarm rang after the method had returned
+                    outcome = failure_of(error)
                 connection.send(sendable(outcome) if call.name == REWARD else _as_text(outcome))
     finally:  # whatever the tools did, and without the exit handlers of the host
         os._exit(0)

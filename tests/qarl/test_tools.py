@@ -22,7 +22,7 @@ from qarl.embedded.recipe import RECIPES, encode_problems
 from qarl.embedded.tokenizer import TOOL_TEMPLATE
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.run.prompts import Prompter
-from qarl.tasks import Problem, RewardError, TaskError, load_task
+from qarl.tasks import Problem, RewardError, TaskError, load_task, workers
 from qarl.tasks.base import Failure
 from qarl.tasks.environment_host import describe
 from qarl.tasks.environments import Environments, open_environments
@@ -521,3 +521,69 @@ def test_the_embedded_policy_learns_what_it_is_asked_in_a_run(tokenizer: Any, tm
         "input_ids"
     ]
     assert ids[0].tolist() == expected + end
+
+
+KILLED = """
+import os, signal
+
+class Killing:
+    def __get__(self, *_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+class Killed:
+    killing = Killing()
+
+class Leaving:
+    def __get__(self, *_):
+        raise SystemExit(0)
+
+class Left:
+    leaving = Leaving()
+"""
+
+
+@pytest.mark.parametrize(("name", "ending"), [("Killed", "signal 9"), ("Left", "exit status 1")])
+def test_a_class_that_cannot_be_described_alive_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, ending: str
+):
+    """Contract: the process that describes it is the host's, so that its end closes no pipe."""
+    (tmp_path / "mine.py").write_text(KILLED)
+    monkeypatch.setattr(workers, "_STARTUP", 20.0)
+    with pytest.raises(TaskError, match=rf"describing its tools ended its process \({ending}\)"):
+        Environments(f"{tmp_path / 'mine.py'}:{name}", 5.0)
+
+
+LATE = """
+import os, signal
+
+set_timer = signal.setitimer
+
+def late(which, seconds):
+    set_timer(which, seconds)
+    if seconds == 0 and os.path.exists("LATE"):
+        os.remove("LATE")
+        os.kill(os.getpid(), signal.SIGALRM)
+
+signal.setitimer = late
+
+class Mine:
+    def tool(self) -> str:
+        \"\"\"Return yes.\"\"\"
+        return "yes"
+"""
+
+
+def test_an_alarm_after_the_method_returned_ends_no_conversation(tmp_path: Path):
+    (tmp_path / "mine.py").write_text(LATE.replace("LATE", str(tmp_path / "late")))
+    environments = Environments(f"{tmp_path / 'mine.py'}:Mine", 5.0)
+    (tmp_path / "late").touch()
+
+    async def twice() -> list[Any]:
+        environment = environments.open()
+        outcomes = [await environment.call("tool", {}, "seed") for _ in range(2)]
+        environment.close()
+        return outcomes
+
+    first, second = asyncio.run(twice())
+    assert isinstance(first, Failure) and "longer than" in first.words
+    assert second == "yes"

@@ -4,6 +4,7 @@ Our side of a server is real: middleware, worker and version files. HTTP is pass
 process. Blind spots: vLLM (tests/engine) and the network (test_replicas.py).
 """
 
+import asyncio
 import json
 import re
 import sys
@@ -406,6 +407,27 @@ def test_servers_with_other_settings_are_refused(life: Life, setting: Any, messa
     assert life.learners() == ["", ""]
 
 
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"learner": "another run"}, "the server at http://1 takes its weights from another run; "),
+        ({"max_model_len": 99}, "the server at http://1 takes 99 tokens, and "),
+    ],
+)
+def test_the_state_of_every_worker_of_a_server_counts(life: Life, state: Any, message: str):
+    server = life.servers["1"]
+    both = server.collective_rpc
+
+    async def differing(method: str, **arguments: Any) -> list[Any]:
+        first, second = await both(method, **arguments)
+        return [first, second | state] if method == "qarl_state" else [first, second]
+
+    server.collective_rpc = differing  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match=f"^{message}"):
+        life.join()
+    assert life.learners() == ["", ""]
+
+
 def test_no_server_is_claimed_if_one_is_absent(life: Life):
     life.lose("0")
     with refused("http://0 is absent", LostServerError):
@@ -580,6 +602,27 @@ def test_requests_go_on_through_a_publish_with_max_staleness_2(life: Life):
     assert life.pauses == [("http://0", seconds), ("http://1", seconds)]
 
 
+def test_labels_are_forgotten_once_no_pending_request_can_return_them(life: Life):
+    """Contract: with max_staleness 2 a completion may name every version since it was begun."""
+    life.join(max_staleness=2)
+    one = life._engines[-1]
+    for version in range(1, 5):
+        life.publish(version)
+    assert [*one._labels.values()] == [3, 4]
+    dispatch = one._replicas.dispatch
+
+    async def publishing(requests: Any, read: Any) -> list[Completion]:
+        for version in (5, 6, 7):
+            await asyncio.to_thread(life.publish, version)
+        return await dispatch(requests, read)
+
+    one._replicas.dispatch = publishing  # type: ignore[method-assign]
+    life.sample()
+    assert [*one._labels.values()] == [4, 5, 6, 7]
+    life.publish(8)
+    assert [*one._labels.values()] == [7, 8]
+
+
 def test_another_process_of_the_run_sends_nothing_and_counts_the_same(published: Life):
     report = published.publish(2)
     published.join(publishes=False)
@@ -729,7 +772,7 @@ def test_timeouts_fit_what_is_asked(published: Life):
     published.sample()
     assert published.timeouts("qarl_state") == {30.0}
     assert published.timeouts("qarl_stage") == {30.0}, "it answers at once, and is asked again"
-    assert published.timeouts("/pause?mode=wait") == {30.0}
+    assert published.timeouts("/pause?mode=wait") == {600.0}, "as long as a pending request"
     assert published.timeouts("qarl_load_staged") == {30.0 + VERSION_BYTES / BYTES_PER_SECOND}
     assert published.timeouts(GENERATE) == {600.0}
     published.lose("1")
@@ -752,6 +795,16 @@ def test_a_run_that_leaves_releases_its_servers_and_removes_its_files(published:
     assert published.labels() == [label, label], "they go on with the weights they have"
     assert list(published.folder.iterdir()) == []
     assert published.ends == 1
+
+
+def test_a_second_close_does_nothing(published: Life):
+    """Contract: what ends the servers runs once, because their process numbers may be others'."""
+    one = published._engines[-1]
+    one.close()
+    published.requests.clear()
+    one.close()
+    assert published.ends == 1
+    assert published.requests == []
 
 
 # Commands

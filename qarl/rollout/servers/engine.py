@@ -76,7 +76,10 @@ class ServerEngine:
         rollout = options.rollout
         self.weight_version = 0
         self._labels: dict[str, int] = {}
+        self._begun_at: list[int] = []
+        """Oldest version that may sample for each pending `generate`."""
         self._claimed: set[VllmReplica] = set()
+        self._closed = False
         self._published = asyncio.Event()
         self._in_flight = rollout.max_staleness > 1
         self._sender = VersionSender(folder, rollout.server_full_every)
@@ -169,9 +172,12 @@ class ServerEngine:
             report, digest = self._expected_report(stream)
         if report.took_all_of(digest):
             self.weight_version = version
-            # Pending requests may still return tokens of earlier versions.
             earlier = self._labels if self._in_flight else {}
-            self._labels = earlier | {_label(version, digest): version}
+            # Pending requests may still return tokens of earlier versions, and servers may still be
+            # a version behind those processes that do not publish.
+            oldest = min([*self._begun_at, version - 1])
+            kept = {label: number for label, number in earlier.items() if number >= oldest}
+            self._labels = kept | {_label(version, digest): version}
             self._wait(self._set_publish_complete(True))
         return report
 
@@ -179,12 +185,18 @@ class ServerEngine:
         """Return None, because the layers are in other processes."""
 
     def close(self) -> None:
-        """Disconnect from the servers, which keep their weights. Pending requests are given up."""
+        """Disconnect from the servers, which keep their weights. Pending requests are given up.
+
+        A second call does nothing.
+        """
         if self._loop.is_running():
             self._wait(self._disconnect())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+        if self._closed:
+            return
+        self._closed = True
         if self._publishes:
             self._sender.remove()
         self._at_end()
@@ -296,7 +308,11 @@ class ServerEngine:
         for j, prompt in enumerate(prompts):
             number = prompt.draws[0] if prompt.draws else sampling.first_prompt + j
             requests += [(number, request(prompt, j, k)) for k in range(sampling.samples)]
-        return await self._replicas.dispatch(requests, read)
+        self._begun_at.append(oldest)
+        try:
+            return await self._replicas.dispatch(requests, read)
+        finally:
+            self._begun_at.remove(oldest)
 
     async def _score(
         self, server: VllmReplica, sequences: Sequence[Sequence[int]]

@@ -42,14 +42,15 @@ class VllmReplica(Server):
             learner: This run's name.
             seconds: Timeout for the answer. Default: `CONTROL_SECONDS`.
         """
-        state, *_ = await self.call("qarl_state", CONTROL_SECONDS if seconds is None else seconds)
-        _require_settings(self.url, state, options)
-        if state["learner"] not in ("", learner):
-            raise EngineError(
-                f"the server at {self.url} takes its weights from {state['learner']}; end that run,"
-                " or give this one servers of its own (restart the server where that run is gone"
-                " for good)"
-            )
+        states = await self.call("qarl_state", CONTROL_SECONDS if seconds is None else seconds)
+        for state in states:
+            _require_settings(self.url, state, options)
+            if state["learner"] not in ("", learner):
+                raise EngineError(
+                    f"the server at {self.url} takes its weights from {state['learner']}; end that"
+                    " run, or give this one servers of its own (restart the server where that run"
+                    " is gone for good)"
+                )
 
     async def claim(self, learner: str) -> None:
         """Reserve the server for this run."""
@@ -162,7 +163,11 @@ class VllmReplica(Server):
         # The pause empties the prefix cache. Pending requests finish first; in mode "keep" they
         # lose their keys and values, like requests that vLLM preempts, so that their next tokens
         # are computed with the new weights alone.
-        await self.post(f"/pause?mode={'keep' if in_flight else 'wait'}")
+        if in_flight:
+            await self.post("/pause?mode=keep")
+        else:
+            # A pending request may take as long as any answer.
+            await self.post("/pause?mode=wait", seconds=self.seconds)
         seconds = publish_timeout(version.tensor_bytes)
         reports = await self.call("qarl_load_staged", seconds, digest=version.digest)
         report = _one(reports, self.url, "loaded")
