@@ -23,6 +23,7 @@ from vllm.model_executor.layers.linear import (
 
 from qarl.configs.errors import ConfigError
 from qarl.configs.schemes import SCHEME_SPECS
+from qarl.quant.checkpoint.families import family_of
 from qarl.quant.kernels import vllm as our_vllm
 from qarl.quant.kernels.activations import multiplied_activation
 from qarl.quant.kernels.ranks import experts_of_ranks, row_parallel, sum_of_ranks
@@ -32,6 +33,7 @@ from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.linear import LowBitLinear
 from qarl.quant.materialize import LowBitWeight, materialize
 from qarl.quant.materialize.experts import materialize_experts
+from qarl.quant.model.ranks import _experts_misfits
 from qarl.quant.runtime.replaced import replaced
 from qarl.quant.schemes import get_scheme
 from tests.support import Policies
@@ -187,6 +189,19 @@ def test_ranks_that_cannot_divide_a_model_are_refused_with_those_that_can(
 ):
     with pytest.raises(ConfigError, match=reason):
         make_model(random_policy(True), scheme, ranks=ranks)
+
+
+@pytest.mark.parametrize("order", [("w1", "w3", "w2"), ("w2", "w1", "w3")])
+def test_experts_are_divided_by_the_familys_down_projection(order: tuple[str, ...]):
+    """Contract: whatever order a checkpoint names an expert's matrices in. 96 columns are between
+    them, which 64 ranks cannot divide, though each rank could have one of the other 64.
+    """
+    shapes = {f"experts.0.{leaf}": (64, 96) if leaf == "w2" else (96, 64) for leaf in order}
+    plan: Any = SimpleNamespace(schemes={name: SimpleNamespace(name="bf16") for name in shapes})
+    engine: Any = SimpleNamespace(experts={"runner": "experts"})
+    down = family_of("mixtral").experts.down
+    misfits = _experts_misfits(64, engine, down, plan, shapes, BF16)
+    assert [*misfits] == ["experts 'experts' have 96 columns between their matrices"]
 
 
 @no_cuda

@@ -10,6 +10,7 @@ import torch
 
 from qarl.configs.errors import ConfigError
 from qarl.configs.schemes import SCHEME_SPECS
+from qarl.quant.checkpoint.families import family_of
 from qarl.quant.checkpoint.plan import LayerPlan
 from qarl.quant.kernels.supported import shape_refusal
 from qarl.quant.model.layers import EngineModel
@@ -71,7 +72,8 @@ def _misfits(
     padded = -(-config.vocab_size // _VOCABULARY_PADDING) * _VOCABULARY_PADDING
     if padded % ranks:
         yield f"the vocabulary has {padded} rows, padding included"
-    yield from _experts_misfits(ranks, engine, plan, shapes, dtype)
+    down = family_of(config.model_type).experts.down
+    yield from _experts_misfits(ranks, engine, down, plan, shapes, dtype)
     for name, divided in engine.divided.items():
         biased = divided == "columns" and name in engine.biased
         for layer in engine.stacked[name] if biased else ():
@@ -96,16 +98,20 @@ def _misfits(
 def _experts_misfits(
     ranks: int,
     engine: EngineModel,
+    down_name: str,
     plan: LayerPlan,
     shapes: Mapping[str, tuple[int, int]],
     dtype: torch.dtype,
 ) -> Iterator[str]:
-    """Yield what ranks cannot divide of experts, which all have their first one's shapes."""
+    """Yield what ranks cannot divide of experts, which all have their first one's shapes.
+
+    down_name: the checkpoint's name of an expert's down projection.
+    """
     for experts in engine.experts.values():
         matrices = {
             name: shape for name, shape in shapes.items() if name.startswith(f"{experts}.0.")
         }
-        *_, down = matrices
+        down = f"{experts}.0.{down_name}"
         inner = matrices[down][1]
         if inner % ranks:
             yield f"experts {experts!r} have {inner} columns between their matrices"
