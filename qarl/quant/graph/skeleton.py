@@ -39,6 +39,7 @@ from qarl.quant.checkpoint.whole import served_settings
 from qarl.quant.kernels.vllm import alone
 from qarl.quant.kernels.vllm_gpu import load_plugins
 from qarl.quant.runtime.batch_invariance import kernel_arguments
+from qarl.quant.runtime.imports import collections_paused
 from qarl.quant.runtime.replaced import replaced
 
 _SMALL = 1 << 16
@@ -95,7 +96,9 @@ def build_skeleton(
     """
     load_plugins()
     try:
-        with quiet(), tempfile.TemporaryDirectory() as folder:
+        # vLLM's tracing of some models recurses to Python's limit and gives up. Collected there,
+        # other objects would have no room to be finalized in.
+        with quiet(), collections_paused(), tempfile.TemporaryDirectory() as folder:
             # the config.json that an export of this model has
             written = served_settings(config, architecture)
             if quantization is not None:
