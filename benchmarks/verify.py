@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -68,28 +69,60 @@ FORMS = {
 }
 
 
+class Drawn(NamedTuple):
+    """A drawn pair or dump."""
+
+    name: str
+    """What was drawn, for the record of misses; "" if the row's kind says it."""
+    wanted: list[str]
+    """Names of the faults that have to be reported."""
+    compare: Callable[[], Report]
+    """Compares it."""
+
+
 def measure(form: str, kind: str, draws: int, seed: int) -> Row:
     """Return the outcomes of some draws of one kind."""
-    prepare, _, clean = FORMS[form]
-    wanted = [] if kind in clean else [kind]
-    right, seconds = 0, 0.0
+    prepare, _, kinds_without_fault = FORMS[form]
+    clean = kind in kinds_without_fault
+
+    def draw(rng: random.Random, folder: Path) -> Drawn:
+        return Drawn("", [] if clean else [kind], prepare(folder, rng, kind))
+
+    return _outcomes(form, kind, clean, draws, lambda n: f"measured-{seed}-{n}-{kind}", draw)
+
+
+def _outcomes(
+    form: str,
+    kind: str,
+    clean: bool,
+    draws: int,
+    seed_of: Callable[[int], str],
+    draw: Callable[[random.Random, Path], Drawn],
+) -> Row:
+    """Return the outcomes of some draws.
+
+    seed_of: the seed of a draw, by its number. draw: draws into an empty folder.
+    """
+    right = 0
+    seconds = 0.0
     others: list[str] = []
-    for draw in range(draws):
-        rng = random.Random(f"measured-{seed}-{draw}-{kind}")
+    for number in range(draws):
+        rng = random.Random(seed_of(number))
         torch.manual_seed(rng.randrange(2**31))
         with tempfile.TemporaryDirectory() as folder:
-            compare = prepare(Path(folder), rng, kind)
+            drawn = draw(rng, Path(folder))
             began = time.perf_counter()
-            report = compare()
+            report = drawn.compare()
             seconds += time.perf_counter() - began
         names = [cause.name for cause in report.faults]
-        right += names == wanted
-        if names != wanted:
-            others.append("+".join(names) or "none")
+        right += names == drawn.wanted
+        if names != drawn.wanted:
+            answer = "+".join(names) or "none"
+            others.append(f"{drawn.name}: {answer}" if drawn.name else answer)
     return Row(
         form=form,
         kind=kind,
-        clean=kind in clean,
+        clean=clean,
         drawn=draws,
         right=right,
         named_otherwise=tuple(others),
@@ -97,13 +130,8 @@ def measure(form: str, kind: str, draws: int, seed: int) -> Row:
     )
 
 
-def prepare_by_trainer(
-    trainer: str, rng: random.Random, clean: bool, folder: Path
-) -> tuple[str, list[str], Callable[[], Report]]:
-    """Draw a fault or a clean kind of a trainer's weights or dumps.
-
-    Returns its name, the names of the faults that have to be reported, and the comparison.
-    """
+def prepare_by_trainer(trainer: str, rng: random.Random, clean: bool, folder: Path) -> Drawn:
+    """Draw a fault or a clean kind of a trainer's weights or dumps."""
     of_weights = drawn_checkpoints.CLEAN if clean else trainer_shapes.weight_faults(trainer)
     of_dumps = trainer_shapes.LOGPROB_CLEAN if clean else trainer_shapes.LOGPROB_FAULTS
     form, kind = rng.choice(
@@ -112,40 +140,25 @@ def prepare_by_trainer(
     wanted = [] if clean else [kind]
     if form == "weights":
         pair = trainer_shapes.draw_weights(trainer, rng, kind, folder)
-        return (
+        return Drawn(
             f"{kind} {pair.said}",
             wanted,
             lambda: weights(pair.trainer, pair.engine, pair.config),
         )
     dump = trainer_shapes.draw_dump(trainer, rng, kind, folder)
-    return f"{kind} {dump.said}", wanted, lambda: logprobs(dump.folder)
+    return Drawn(f"{kind} {dump.said}", wanted, lambda: logprobs(dump.folder))
 
 
 def measure_trainer(trainer: str, clean: bool, draws: int, seed: int) -> Row:
     """Return the outcomes of faults, or clean kinds, that are drawn at random for a trainer."""
-    right, seconds = 0, 0.0
-    others: list[str] = []
-    for draw in range(draws):
-        rng = random.Random(f"trainers-{seed}-{draw}-{trainer}-{clean}")
-        torch.manual_seed(rng.randrange(2**31))
-        with tempfile.TemporaryDirectory() as folder:
-            drawn, wanted, compare = prepare_by_trainer(trainer, rng, clean, Path(folder))
-            began = time.perf_counter()
-            report = compare()
-            seconds += time.perf_counter() - began
-        names = [cause.name for cause in report.faults]
-        right += names == wanted
-        if names != wanted:
-            others.append(f"{drawn}: {'+'.join(names) or 'none'}")
-    return Row(
-        form="trainers",
-        kind=trainer,
-        clean=clean,
-        drawn=draws,
-        right=right,
-        named_otherwise=tuple(others),
-        seconds=seconds / draws,
-    )
+
+    def draw(rng: random.Random, folder: Path) -> Drawn:
+        return prepare_by_trainer(trainer, rng, clean, folder)
+
+    def seed_of(number: int) -> str:
+        return f"trainers-{seed}-{number}-{trainer}-{clean}"
+
+    return _outcomes("trainers", trainer, clean, draws, seed_of, draw)
 
 
 def measure_all(form: str, faults: int, clean: int, seed: int) -> Iterator[Row]:

@@ -32,13 +32,16 @@ pytestmark = no_cuda
 LENGTHS = (1, 70, 5, 200, 130)
 PREFILLED = (1, 64, 2, 200, 33)
 CHANNELS = 96
+SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 HYBRID = GraniteMoeHybridConfig(
-    vocab_size=96,
-    hidden_size=64,
-    num_hidden_layers=2,
-    layer_types=["linear_attention", "full_attention"],
-    num_attention_heads=2,
-    num_key_value_heads=1,
+    **SIZES,
     mamba_n_heads=4,
     mamba_d_head=32,
     mamba_n_groups=2,
@@ -50,12 +53,7 @@ HYBRID = GraniteMoeHybridConfig(
     position_embedding_type="rope",
 )
 DELTA_NETS = Qwen3NextConfig(
-    vocab_size=96,
-    hidden_size=64,
-    num_hidden_layers=2,
-    layer_types=["linear_attention", "full_attention"],
-    num_attention_heads=2,
-    num_key_value_heads=1,
+    **SIZES,
     head_dim=32,
     linear_num_key_heads=2,
     linear_num_value_heads=4,

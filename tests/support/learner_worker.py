@@ -27,7 +27,7 @@ from qarl.quant.runtime.shards import own_rows, row_a_process
 from qarl.quant.schemes import MASTER_DTYPES, get_scheme
 from qarl.run.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from qarl.run.policy import free_uncached
-from tests.support.learners import batch_of, whole_state
+from tests.support.learners import batch_numbers, batch_of, whole_state
 
 
 def run(job: dict[str, Any], processes: Processes) -> None:
@@ -73,18 +73,7 @@ def run(job: dict[str, Any], processes: Processes) -> None:
     codes = {item.name: item.tensor.clone() for item in model.low_bit_tensors()}
     tied = model.linears["lm_head"].codes().codes if "lm_head" in model.linears else torch.empty(0)
     if processes.first:
-        numbers = [
-            [
-                s.loss,
-                s.grad_norm,
-                s.clipped,
-                s.entropy,
-                s.updates,
-                s.skipped,
-                s.kl,
-            ]
-            for s in stats
-        ]
+        numbers = [batch_numbers(each) for each in stats]
         held = sum(own_rows(p.detach()).numel() for p in model.masters.values())
         whole = sum(p.numel() for p in model.masters.values())
         gradients = 4 * (whole + tied.numel()) * len(sums)

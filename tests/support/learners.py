@@ -9,6 +9,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.learner.batching import Batch, make_batch
+from qarl.learner.learn_stats import LearnStats
 from qarl.learner.learner import Learner
 from qarl.learner.logprobs import token_logprobs
 from qarl.learner.optim.loss_scale import LossScale
@@ -181,6 +182,19 @@ def policy(
 
 def experts_policy(dtype: torch.dtype) -> LowBitModel:
     return low_bit(random_moe(CONFIGS["qwen3_moe"]), "w8a8", dtype)
+
+
+def batch_numbers(stats: LearnStats) -> list[float]:
+    """Return a batch's numbers, which one process and several must agree on."""
+    return [
+        stats.loss,
+        stats.grad_norm,
+        stats.clipped,
+        stats.entropy,
+        stats.updates,
+        stats.skipped,
+        stats.kl,
+    ]
 
 
 def logprob_gradients(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from qarl.learner.learner import Learner
-from tests.support.learners import batch_of, make_learner, masters_of
+from tests.support.learners import batch_numbers, batch_of, make_learner, masters_of
 
 ADAMW = {"lr": 1e-4, "name": "adamw"}
 LEARNER: dict[str, Any] = {
@@ -29,18 +29,7 @@ def plain(
     """
     found = make_learner("bf16", torch.float32, **learner)
     stats = [found.learn(batch_of(), step=step) for step in range(batches)]
-    return found, [
-        [
-            s.loss,
-            s.grad_norm,
-            s.clipped,
-            s.entropy,
-            s.updates,
-            s.skipped,
-            s.kl,
-        ]
-        for s in stats
-    ]
+    return found, [batch_numbers(each) for each in stats]
 
 
 @functools.cache
