@@ -15,9 +15,12 @@ def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
 
 
 def quoted(value: Any) -> str:
-    """Return a value as a message shows it: on one line of at most 80 characters."""
+    """Return a value as a message shows it: on one line of at most 80 characters.
+
+    A longer one loses its middle: the end of a path names its file.
+    """
     text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
-    return text if len(text) <= 80 else text[:79] + "…"
+    return text if len(text) <= 80 else f"{text[:39]}…{text[-40:]}"
 
 
 def error_text(error: BaseException) -> str:

@@ -380,8 +380,12 @@ def test_errors_end_commands_by_their_kind():
 
 def test_a_long_value_is_quoted_in_eighty_characters():
     assert quoted("x" * 78) == f"'{'x' * 78}'"
-    assert quoted("x" * 79) == f"'{'x' * 78}…"
+    assert quoted("x" * 79) == f"'{'x' * 38}…{'x' * 39}'"
     assert len(quoted("x" * 79)) == 80
+
+
+def test_a_long_path_is_quoted_with_the_name_of_its_file():
+    assert quoted("/data" * 30 + "/stage2.json").endswith("/stage2.json'")
 
 
 def test_warmup_of_all_steps_and_mini_batches_of_one_prompt_are_allowed():
