@@ -22,12 +22,13 @@ from vllm.model_executor.layers.linear import (
 )
 
 from qarl.configs.errors import ConfigError
-from qarl.configs.schemes import SCHEME_SPECS
+from qarl.configs.schemes import SCHEME_SPECS, Codes
+from qarl.quant import schemes
 from qarl.quant.checkpoint.families import family_of
 from qarl.quant.kernels import vllm as our_vllm
 from qarl.quant.kernels.activations import multiplied_activation
 from qarl.quant.kernels.ranks import experts_of_ranks, row_parallel, sum_of_ranks
-from qarl.quant.kernels.supported import shape_refusal
+from qarl.quant.kernels.supported import packs_bias, shape_refusal
 from qarl.quant.kernels.vllm import VllmFactory, VllmMatmul
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.linear import LowBitLinear
@@ -218,6 +219,34 @@ def test_shapes_that_vllm_has_no_kernel_for_are_named(scheme: str, rows: int, co
     refusal = shape_refusal(scheme, BF16, (rows, columns))
     with pytest.raises(ValueError, match="kernel") if refusal else nullcontext():
         VllmFactory(BF16).linear("layer", [weight], [None])
+
+
+@no_cuda
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_w4a8_alone_packs_a_layers_bias(dtype: torch.dtype):
+    assert [name for name in SCHEMES if packs_bias(name, dtype)] == ["w4a8"]
+
+
+@no_cuda
+def test_a_scheme_of_ones_own_whose_kernel_packs_a_bias_is_refused(
+    random_policy: Policies, monkeypatch: pytest.MonkeyPatch
+):
+    """Contract: a scheme like w4a8 with another name and smaller groups is refused for more than
+    one rank if a row-parallel layer has a bias, which each rank's kernel would add.
+    """
+    spec = dataclasses.replace(
+        SCHEME_SPECS["w4a8"], name="own", weights=Codes("int", 4, columns=32)
+    )
+    monkeypatch.setitem(SCHEME_SPECS, "own", spec)
+    monkeypatch.setitem(schemes.SCHEMES, "own", schemes._scheme(spec))
+    model = make_model(random_policy(True), "own", ranks=2)
+    assert model._layers.engine is not None
+    biased = {"model.layers.0.self_attn.o_proj"}
+    engine = dataclasses.replace(model._layers.engine, biased=biased)
+    model._layers = dataclasses.replace(model._layers, engine=engine)
+    reason = r"o_proj' has a bias, which 'own' would add on each rank; sizes that do: 1$"
+    with pytest.raises(ConfigError, match=reason):
+        model.divide_among(2)
 
 
 @no_cuda

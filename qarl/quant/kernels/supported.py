@@ -119,6 +119,27 @@ def shape_refusal(scheme: str, dtype: torch.dtype, shape: tuple[int, int]) -> st
     return ""
 
 
+@functools.cache
+def packs_bias(scheme: str, dtype: torch.dtype) -> bool:
+    """Return whether vLLM's kernel of a scheme packs a layer's bias into the weight.
+
+    It then adds the bias where it is asked for none, too, as on each rank of a row-parallel layer.
+    A small layer with a bias is built and multiplied. Raises what vLLM raises if it has no kernel.
+    """
+    from qarl.quant.kernels.vllm import VllmFactory
+
+    resolved = get_scheme(scheme)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    weight = materialize(_master(_SHAPE, device), resolved, dtype)
+    bias = torch.full(_SHAPE[:1], 1000.0, dtype=dtype, device=device)
+    x = torch.ones((_TOKENS, _SHAPE[1]), dtype=dtype, device=device)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        layer = VllmFactory(dtype).linear("a small layer", [weight], [bias])
+        # of 256 terms that are at most 1/16 each, a product without the bias is at most 16
+        return bool((layer.unbiased(x) > 500).all())
+
+
 def kept_support(scheme: str, dtype: torch.dtype, experts: bool = False) -> Support:
     """Return `support`'s answer, from the cache on disk if machine and software are the same."""
     question = {"scheme": scheme, "dtype": str(dtype), "experts": experts}

@@ -82,6 +82,13 @@ class VllmMatmul:
             bias = getattr(self._linear, "bias", None)
             return self._linear.quant_method.apply(self._linear, x, bias)
 
+    def unbiased(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply x as ranks after the first multiply by a row-parallel layer: asking for no bias.
+
+        A kernel that has packed the layer's bias into the weight adds it all the same.
+        """
+        return self._linear.quant_method.apply(self._linear, x, None)
+
 
 class VllmFactory:
     """Factory of `VllmMatmul`s for one compute dtype.

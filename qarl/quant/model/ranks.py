@@ -12,7 +12,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.schemes import SCHEME_SPECS
 from qarl.quant.checkpoint.families import family_of
 from qarl.quant.checkpoint.plan import LayerPlan
-from qarl.quant.kernels.supported import shape_refusal
+from qarl.quant.kernels.supported import packs_bias, shape_refusal
 from qarl.quant.model.layers import EngineModel
 
 _VOCABULARY_PADDING = 64
@@ -75,10 +75,7 @@ def _misfits(
     down = family_of(config.model_type).experts.down
     yield from _experts_misfits(ranks, engine, down, plan, shapes, dtype)
     for name, divided in engine.divided.items():
-        biased = divided == "columns" and name in engine.biased
-        for layer in engine.stacked[name] if biased else ():
-            if plan.schemes[layer].name == "w4a8":
-                yield f"layer {layer!r} has a bias, which vLLM's w4a8 kernel would add on each rank"
+        biased = ranks > 1 and divided == "columns" and name in engine.biased
         for number, layer in enumerate(engine.stacked[name]):
             rows, columns = shapes[layer]
             repeated = divided == "heads" and number > 0
@@ -93,6 +90,8 @@ def _misfits(
             misfit = _misfit(scheme, own, dtype)
             if misfit:
                 yield f"layer {layer!r} in {scheme!r} would have on each rank {misfit}"
+            elif biased and packs_bias(scheme, dtype):
+                yield f"layer {layer!r} has a bias, which {scheme!r} would add on each rank"
 
 
 def _experts_misfits(
