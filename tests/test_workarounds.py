@@ -165,6 +165,10 @@ UPSTREAM = {
         "vllm/v1/attention/backends/cpu_attn.py",
         "enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV",
     ],
+    "sums of ranks in any order": [
+        "vllm/distributed/device_communicators/cpu_communicator.py",
+        "self.dist_module.all_reduce(input_, group=self.device_group)",
+    ],
     "attention by AMX": [
         "vllm/v1/attention/backends/cpu_attn.py",
         "if supports_amx and dtype in (torch.bfloat16,) and block_size % 32 == 0:",

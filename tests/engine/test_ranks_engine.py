@@ -1,4 +1,4 @@
-"""One real vLLM server of two tensor-parallel ranks, which sum in shared memory."""
+"""Real vLLM servers of two tensor-parallel ranks, and of three and four."""
 
 import base64
 from pathlib import Path
@@ -20,6 +20,7 @@ from qarl.sync.publisher import Publisher
 from tests.support import Policies
 from tests.support.engines import SEQUENCES, disturb, make_model
 from tests.support.kernels import no_cuda
+from tests.support.profiles import thorough
 
 ROLLOUT = RolloutConfig(
     servers=1,
@@ -64,8 +65,7 @@ def test_two_ranks_sample_by_the_learners_log_probs(
     weights that the server was started on give the log-probs that it had when it was fresh. A run
     that counts other ranks is refused.
 
-    Blind spot: more ranks, for which this machine may have no cores; mixtures, whose products
-    tests/quant/test_ranks.py compares.
+    Blind spot: mixtures, whose products tests/quant/test_ranks.py compares.
     """
     monkeypatch.setenv(ON_CPU, "1")
     model = make_model(random_policy(True), "w8a8", ranks=2)
@@ -108,6 +108,41 @@ def test_two_ranks_sample_by_the_learners_log_probs(
         model.refresh()
         publisher.publish(2)
         assert engine.logprobs(SEQUENCES) == fresh
+        engine.close()
+    finally:
+        stop_replicas(replicas)
+
+
+@no_cuda
+@pytest.mark.slow
+@pytest.mark.skipif(not thorough(), reason="starts three and four ranks: make test-thorough")
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_more_than_two_ranks_have_the_learners_log_probs(
+    ranks: int,
+    real_model: Path,
+    random_policy: Policies,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Contract: of a real model, whose 9 heads three ranks divide, and of a random one with 4,
+    log-probs of fixed sequences equal the learner's to the last bit. vLLM's own sums of more than
+    two ranks depend on the rank or on what is beside a token.
+    """
+    monkeypatch.setenv(ON_CPU, "1")
+    folder = real_model if ranks == 3 else random_policy(True)
+    model = make_model(folder, "w8a8", ranks=ranks)
+    start = tmp_path / "start"
+    export_checkpoint(model, folder, start)
+    update = {"tensor_parallel_size": ranks, "server_seconds": 600}
+    options = VllmOptions(ROLLOUT.model_copy(update=update))
+    replicas = start_replicas(start, options, free_ports(1), "key", tmp_path, seconds=600)
+    try:
+        engine = ServerEngine(
+            [replicas[0].url], "key", tmp_path / "versions", start, options, "one"
+        )
+        publish = Publisher(model, engine, SEQUENCES, bound=1e-9, canary_every=1).publish(1)
+        assert publish.canary is not None
+        assert publish.canary.max_abs == 0
         engine.close()
     finally:
         stop_replicas(replicas)

@@ -105,10 +105,6 @@ REFUSED_COMMANDS = [
         "train --rollout.tensor_parallel_size 2 --learner.operators transformers",
         "needs the engine's model as the learner's",
     ),
-    (
-        "train --dtype float32 --rollout.tensor_parallel_size 3",
-        "allowed are 1 and 2, or a dtype of 16 bits",
-    ),
     ("trian", "'trian' must be one of train, sft, check, init, export"),
     ("mismatched", "did you mean 'mismatch'?"),
     ("train --lr .inf", "(--lr) inf must be a finite number"),

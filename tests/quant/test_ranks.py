@@ -14,6 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from vllm.distributed import parallel_state
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.config import FusedMoEParallelConfig
 from vllm.model_executor.layers.linear import (
     LinearBase,
@@ -146,6 +147,55 @@ def test_a_sum_of_ranks_is_rounded_once():
     total = sum_of_ranks([torch.ones(1, dtype=BF16), small, small])
     assert total.dtype == BF16
     assert total.item() == 1 + 2.0**-7
+
+
+@no_cuda
+@pytest.mark.parametrize("dtype", [BF16, torch.float16, torch.float32])
+def test_ranks_of_an_engine_add_up_from_the_first_to_the_last(dtype: torch.dtype):
+    """Contract: the third of three ranks has the learner's sum in the place of its own part. Two
+    ranks, and integers, are left to vLLM.
+
+    Blind spot: vLLM's gather, which tests/engine/test_ranks_engine.py runs.
+    """
+    VllmFactory(dtype)  # registers the plugin
+    parts = [(heavy(64, 96, seed=n) * 3).to(dtype) for n in range(3)]
+    total = sum_of_ranks(parts)
+    by_vllm: list[torch.Tensor] = []
+    group: Any = SimpleNamespace(
+        world_size=3,
+        device_group=None,
+        all_gather=lambda part, dim: torch.cat([*(p[None] for p in parts[:2]), part], dim),
+        dist_module=SimpleNamespace(all_reduce=lambda part, group: by_vllm.append(part)),
+    )
+    own = parts[2].clone()
+    assert CpuCommunicator.all_reduce(group, own) is own
+    assert torch.equal(own, total)
+    CpuCommunicator.all_reduce(group, own.view(torch.int8))
+    group.world_size = 2
+    CpuCommunicator.all_reduce(group, own)
+    assert len(by_vllm) == 2
+
+
+@no_cuda
+@pytest.mark.parametrize("scheme", ["bf16", "w8a8", "w4a16-g64"])
+@pytest.mark.parametrize("columns", [576, 1536])
+def test_a_real_models_layers_are_those_of_three_ranks(scheme: str, columns: int):
+    """Contract: `o_proj` and `down_proj` of SmolLM2-135M, of which a rank has 192 and 512 columns,
+    have the bits of vLLM's own layers of three ranks, for a token alone and for many.
+    """
+    factory = VllmFactory(BF16)
+    weight = materialize(heavy(576, columns, seed=1) * 0.05, get_scheme(scheme), BF16)
+    x = heavy(33, columns, seed=2).to(BF16)
+
+    def row(**named: Any) -> RowParallelLinear:
+        return RowParallelLinear(columns, 576, bias=False, **named)
+
+    layers = [rank_layer(factory, [weight], None, rank, 3, row) for rank in range(3)]
+    whole = row_parallel(factory, 3, "layer", [weight], [None])(x)
+    for rows in (x, x[:1]):
+        parts = rows.split(columns // 3, dim=-1)
+        products = [layer(part.contiguous()) for layer, part in zip(layers, parts, strict=True)]
+        assert torch.equal(sum_of_ranks(products), whole[: len(rows)])
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a8", "fp8", "w4a16"])

@@ -629,11 +629,6 @@ class RunConfig(Section):
                 f"rollout.tensor_parallel_size {ranks} needs the engine's model as the learner's,"
                 " which sums the ranks' products; set learner.operators to 'engine', or omit it"
             )
-        if self.dtype == "float32" and ranks > 2:
-            raise ValueError(
-                f"rollout.tensor_parallel_size {ranks} with dtype 'float32', in which ranks that"
-                " begin a sum elsewhere differ; allowed are 1 and 2, or a dtype of 16 bits"
-            )
 
     def _check_pictures(self, pictures: int) -> None:
         """Raise `ValueError` if settings do not go with prompts that have pictures."""

@@ -3,7 +3,7 @@
 A rank has some of the input columns of a row-parallel layer (`o_proj`, `down_proj`), and the
 matching columns of its weight. It quantizes these columns of the input on their own, multiplies,
 and rounds the product to the compute dtype; the first rank adds the bias. The engine then sums the
-ranks' products: in fp32, rounded once (vLLM 0.32, `shm_allreduce` on CPUs).
+ranks' products: in fp32, rounded once (`sum_of_ranks`).
 
 Of a column-parallel layer (q, k, v, gate, up) a rank has some of the output rows. A row's product
 does not depend on the other rows, so that nothing has to be repeated here.
@@ -46,9 +46,8 @@ class RankProducts:
 def sum_of_ranks(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the ranks' outputs, as the engine's all-reduce computes it.
 
-    Each rank adds the others' to its own, in fp32, and rounds once. Of two outputs every order has
-    the same sum. Of more, ranks begin with different ones; sums of 16-bit numbers then differ only
-    where fp32 cannot hold them and the rest decides a rounding, and this is the first rank's.
+    They are added from the first to the last in fp32, and rounded once. Of two outputs every order
+    has the same sum. Of more, `quant.kernels.vllm_cpu.all_reduce` makes ranks on CPUs add so.
     """
     total = outputs[0].to(torch.float32)
     for output in outputs[1:]:

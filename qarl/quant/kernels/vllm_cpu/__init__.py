@@ -76,10 +76,12 @@ def register() -> None:
 
     if not torch.cpu._is_vnni_supported():
         _replace(CPUInt8ScaledMMFp32Kernel, "int8")
+    from qarl.quant.kernels.vllm_cpu.all_reduce import sum_in_rank_order
     from qarl.quant.kernels.vllm_cpu.rotary import rotate_heads
     from qarl.quant.kernels.vllm_cpu.router import route_in_one_group
     from qarl.quant.kernels.vllm_cpu.unquantized import make_rows_independent
 
+    sum_in_rank_order()
     rotate_heads()
     route_in_one_group()
     register_triton_forms_once()
