@@ -269,8 +269,8 @@ def test_kept_scales_are_refused_for_schemes_without_integer_weights(scheme: str
 @pytest.mark.parametrize("way", ["codes alone", "kernels too", "scales are kept"])
 def test_codes_that_are_not_kept_are_made_again_to_the_same_bits(scheme: str, kind: str, way: str):
     """Contract: logits, gradients and streams of each version are those of a model that keeps its
-    codes. Between uses no code has a value. This includes kernel layouts made at each use and
-    scales kept from version to version.
+    codes. Between uses no code has a value, and no scale unless it is kept. This includes kernel
+    layouts made at each use and scales kept from version to version.
     """
     if way == "scales are kept" and scheme == "nvfp4":
         pytest.skip("its scales are not kept")
@@ -294,6 +294,9 @@ def test_codes_that_are_not_kept_are_made_again_to_the_same_bits(scheme: str, ki
             ]
             assert {weight.codes.device.type for weight in weights} == {
                 "cpu" if model is models[0] else "meta"
+            }
+            assert {weight.scale.device.type for weight in weights if weight.scale is not None} == {
+                "cpu" if model is models[0] or way == "scales are kept" else "meta"
             }
             loss_of(all_logits(model, tokens), tokens).backward()
             grads.append({name: master.grad for name, master in model.masters.items()})

@@ -76,7 +76,11 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         raise NotImplementedError
 
     def keep_scales(self) -> None:
-        """Reuse the present scales in later versions, if this layer's weights are quantized."""
+        """Reuse the present scales in later versions, if this layer's weights are quantized.
+
+        Scales that `release_codes` has freed cannot be kept.
+        """
+        assert self.keeps_scales or self.low_bit is None or self.context.keeps_codes
         self.keeps_scales = self.scheme.weights is not None
 
     def _kept_scales(self) -> list[torch.Tensor | None]:
@@ -135,8 +139,11 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
             return self._materialize(None)
 
     def release_codes(self) -> None:
-        """Free this version's codes, after the context was told not to keep them."""
-        self.low_bit = self.codes().without_codes()  # type: ignore[assignment]
+        """Free this version's codes, after the context was told not to keep them.
+
+        Scales are freed as well, unless later versions have the same.
+        """
+        self.low_bit = self.codes().without_codes(self.keeps_scales)  # type: ignore[assignment]
 
     @property
     def to_prepare(self) -> Codes:

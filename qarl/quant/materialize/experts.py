@@ -70,15 +70,16 @@ class LowBitExperts:
         """Return what one of `ranks` ranks has of every expert."""
         return LowBitExperts(tuple(expert.of_rank(rank, ranks) for expert in self.experts))
 
-    def without_codes(self) -> "LowBitExperts":
+    def without_codes(self, scales: bool) -> "LowBitExperts":
         """Return a copy without codes; see `LowBitWeight.without_codes`."""
         experts = tuple(
-            LowBitExpert(e.gate_up.without_codes(), e.down.without_codes()) for e in self.experts
+            LowBitExpert(e.gate_up.without_codes(scales), e.down.without_codes(scales))
+            for e in self.experts
         )
         if self.stacks is None:
             return LowBitExperts(experts)
         gate_up, down = self.stacks
-        return LowBitExperts(experts, (gate_up.without_codes(), down.without_codes()))
+        return LowBitExperts(experts, (gate_up.without_codes(scales), down.without_codes(scales)))
 
     def tensors(self, layout: ExpertLayout) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield ("0.gate_proj.weight_packed", tensor) and so on, expert by expert."""

@@ -105,9 +105,16 @@ class LowBitWeight:
         shape = (self.shape[0], self.shape[1] // parts)
         return replace(self, codes=own(self.codes), scale=scale, shape=shape)
 
-    def without_codes(self) -> "LowBitWeight":
-        """Return a copy with the same scales whose codes are on the meta device, without values."""
-        return replace(self, codes=torch.empty_like(self.codes, device="meta"))
+    def without_codes(self, scales: bool) -> "LowBitWeight":
+        """Return a copy whose codes are on the meta device, without values.
+
+        scales: whether the copy has the same scales. Otherwise they are on the meta device, too.
+        """
+        codes = torch.empty_like(self.codes, device="meta")
+        scale = self.scale
+        if scale is not None and not scales:
+            scale = torch.empty_like(scale, device="meta")
+        return replace(self, codes=codes, scale=scale)
 
     def overwrite(self, other: "LowBitWeight") -> "LowBitWeight":
         """Copy another weight of the same scheme, shape and dtypes into this one's buffers.
