@@ -1,11 +1,21 @@
 """TRL's GRPOTrainer on an exact low-bit policy, TRL alone, and `qarl train`.
 
-python -m benchmarks.low_bit_trl [--steps 100] [--seeds 1] [--json FILE]
+python -m benchmarks.low_bit_trl [--seeds N] [--output FOLDER] [--json FILE] [--FIELD VALUE ...]
 
-TRL is needed; the CPU lock has it. Seconds per step and accuracy are compared on the embedded
-default's policy, task and sizes, with TBPO by TRL's options (docs/guide/trl.md) and AdamW.
-Each learner runs in a process of its own, one after the other. A step's seconds are the median of
-the first seed's steps after the third; accuracy is the mean over the seeds.
+TRL is needed; the CPU lock has it. All three learn from the same masters, on the same questions in
+the same order, by AdamW. Every field of a configuration is an option by its dotted name, and TRL
+takes over model, scheme, task, rollout, steps, updates a step, objective (TBPO by TRL's options,
+docs/guide/trl.md, or GRPO) and optimizer. TRL alone samples by transformers.
+
+What each would deploy, a checkpoint in the scheme, is then evaluated in a process of its own by
+vLLM (`qarl.evaluate`), and so is the policy before training. TRL alone deploys its masters rounded
+to the nearest codes; its masters in the compute dtype are evaluated, too. Its |Δ log p| is between
+its own model and the deployed one, of its last batch; the others' are between learner and sampler
+while they train.
+
+Each training runs in a process of its own, one after the other. A step's seconds are the median of
+the steps after the third; CPU seconds are a mean of all steps, without evaluations. With --output,
+what is finished stays there, and a second call continues.
 """
 
 # TRL exports its names lazily, and types its trainers' attributes as transformers' own.
@@ -15,6 +25,7 @@ the first seed's steps after the third; accuracy is the mean over the seeds.
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,45 +38,109 @@ from typing import Any
 import torch
 
 import qarl
-from qarl.cli.options import json_file, write_json
+from benchmarks.train.worker import run as timed_run
+from qarl.cli.options import dotted_overrides, json_file, whole, write_json
+from qarl.configs.errors import ConfigError
+from qarl.configs.schema.objectives import GrpoConfig, TbpoConfig
+from qarl.configs.schema.run import RunConfig
 from qarl.report.metrics import read_metrics
 from qarl.report.record import record
 from qarl.run.policy import model_folder
+from qarl.tasks import Response
 
-_MODEL = "tiny-qwen3"
-_LR = 2e-4
-_UPDATES = 2
+_DEFAULTS = {
+    "model": "tiny-qwen3",
+    "steps": "100",
+    "learner.optimizer.name": "adamw",
+    "learner.optimizer.lr": "2e-4",
+    "learner.optimizer.weight_decay": "0.0",
+    "learner.optimizer.decay_steps": "0",
+    "eval.problems": "512",
+}
+"""Fields that differ from the model's own configuration, unless given."""
 _WARM = 3
-_HELD_OUT = 512
+_DEPLOYED = "deployed"
+_MASTERS = "masters"
 
 
-def trained_by_qarl(steps: int, seed: int) -> dict[str, Any]:
-    """Run `qarl train` with AdamW at TRL's rate and return its figures."""
-    adamw = {"name": "adamw", "lr": _LR, "weight_decay": 0.0, "decay_steps": 0}
-    options = {f"learner.optimizer.{key}": value for key, value in adamw.items()}
-    with tempfile.TemporaryDirectory() as folder:
-        run = {
-            "steps": steps,
-            "seed": seed,
-            "output": f"{folder}/run",
-            "eval.every": steps,
-            "eval.problems": _HELD_OUT,
-        }
-        outcome = qarl.train(qarl.config(_MODEL, {**run, **options}))
-        lines = read_metrics(Path(folder) / "run" / "metrics.jsonl")
+def before_training(settings: RunConfig, folder: Path) -> dict[str, Any]:
+    """Write the checkpoint of the masters before any update; there is nothing to time."""
+    policy = qarl.align(settings.model, settings.scheme, dtype=settings.dtype)
+    policy.export(folder / _DEPLOYED)
+    (folder / _MASTERS).symlink_to(model_folder(settings.model).absolute())
+    return {}
+
+
+def trained_by_qarl(settings: RunConfig, folder: Path) -> dict[str, Any]:
+    """Train as `qarl train` does, and return its figures."""
+    run = folder / "run"
+    tree: dict[str, Any] = settings.model_dump(mode="json") | {"output": str(run)}
+    tree["eval"] |= {"problems": 1, "every": settings.steps}
+    tree["checkpoint"] |= {"every": settings.steps}
+    end = timed_run(tree).points[-1]
+    (folder / _DEPLOYED).symlink_to((run / "export").absolute())
+    lines = read_metrics(run / "metrics.jsonl")
     seconds = [
         sum(v for k, v in line.items() if k.startswith("seconds/") and k.count("/") == 1)
         for line in lines
     ]
-    off = max(line["learn/mismatch/max_abs"] for line in lines)
     return {
-        "seconds": median(seconds[_WARM:-1]),
-        "accuracy": outcome.export_accuracy,
-        "max_abs": off,
+        "seconds": median(seconds[_WARM:-1] or seconds),
+        "cpu_seconds": end.cpu_seconds / settings.steps,
+        "mean_abs": fmean(line["learn/mismatch/mean_abs"] for line in lines),
+        "max_abs": max(line["learn/mismatch/max_abs"] for line in lines),
+        "rewards": [line["reward"] for line in lines],
     }
 
 
-def trained_by_trl(low_bit: bool, steps: int, seed: int) -> dict[str, Any]:
+def trl_arguments(settings: RunConfig, folder: Path) -> dict[str, Any]:
+    """Return the arguments of TRL's `GRPOConfig` that say what the configuration says."""
+    objective = settings.learner.objective
+    if isinstance(objective, TbpoConfig):
+        loss = {
+            "importance_sampling_level": "sequence",
+            "epsilon": objective.delta_low,
+            "epsilon_high": objective.epsilon_high,
+            "delta": 1 + objective.delta_high,
+        }
+    elif type(objective) is GrpoConfig:
+        loss = {"epsilon": objective.clip_low, "epsilon_high": objective.clip_high}
+    else:
+        raise ConfigError(f"objective {objective.name!r}: TRL's options are known of tbpo and grpo")
+    optimizer = settings.learner.optimizer
+    if optimizer.name != "adamw" or optimizer.decay_steps or optimizer.warmup_steps:
+        raise ConfigError("TRL learns by AdamW at a constant rate here: set --optimizer adamw")
+    updates = settings.learner.mini_batches
+    rollout = settings.rollout
+    return loss | {
+        "output_dir": str(folder / "trl"),
+        "per_device_train_batch_size": rollout.prompts * rollout.samples // updates,
+        "steps_per_generation": updates,
+        "num_generations": rollout.samples,
+        "max_completion_length": rollout.max_new_tokens,
+        "temperature": rollout.temperature,
+        "max_steps": settings.steps * updates,
+        "learning_rate": optimizer.lr,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.betas[0],
+        "adam_beta2": optimizer.betas[1],
+        "max_grad_norm": optimizer.grad_clip,
+        "lr_scheduler_type": "constant",
+        "loss_type": "grpo",
+        "beta": 0.0,
+        "shuffle_dataset": False,
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": settings.seed,
+    }
+
+
+def trained_by_trl(low_bit: bool, settings: RunConfig, folder: Path) -> dict[str, Any]:
     """Run TRL's trainer on an exact low-bit policy, or on its own float32 policy.
 
     float32 is TRL's quickest dtype on CPUs.
@@ -76,151 +151,186 @@ def trained_by_trl(low_bit: bool, steps: int, seed: int) -> dict[str, Any]:
 
     from qarl.integrations.trl import LowBitGRPOTrainer
 
-    settings = qarl.config(_MODEL)
     task = qarl.load_task(settings.task)
-    prompts = settings.rollout.prompts
-    folder = model_folder(_MODEL)
-    problems = [
-        p for step in range(steps) for p in task.problems("train", step * prompts, prompts, seed)
-    ]
+    rollout = settings.rollout
+    model = model_folder(settings.model)
+    problems = task.problems("train", 0, settings.steps * rollout.prompts, settings.seed)
     chats = [[{"role": "user", "content": problem.question}] for problem in problems]
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ended = []
+    updates = settings.learner.mini_batches
+    ended: list[tuple[float, float]] = []
 
-    def reward(completions: Any, number: Any, **_: Any) -> list[float]:
+    def reward(completions: Any, number: Any, **_: Any) -> list[float | None]:
         texts = [completion[0]["content"] for completion in completions]
-        return [
-            float(text.strip() == problems[n].answer) for n, text in zip(number, texts, strict=True)
-        ]
+        return task.rewards(
+            [Response(problems[n], text) for n, text in zip(number, texts, strict=True)]
+        )
 
     class Clock(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step % _UPDATES == 0:
-                ended.append(time.perf_counter())
+        """Takes the time at which the first step begins, and at which every step ends."""
 
-    samples = settings.rollout.samples
-    args = GRPOConfig(
-        tempfile.mkdtemp(),
-        per_device_train_batch_size=prompts * samples // _UPDATES,
-        steps_per_generation=_UPDATES,
-        num_generations=samples,
-        max_completion_length=settings.rollout.max_new_tokens,
-        max_steps=steps * _UPDATES,
-        learning_rate=_LR,
-        lr_scheduler_type="constant",
-        loss_type="grpo",
-        importance_sampling_level="sequence",
-        epsilon=0.1,
-        epsilon_high=0.1,
-        delta=1.1,
-        shuffle_dataset=False,
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        logging_steps=1,
-        save_strategy="no",
-        disable_tqdm=True,
-        seed=seed,
-    )
-    data = Dataset.from_dict({"prompt": chats, "number": list(range(len(chats)))})
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if not ended:
+                self.take()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % updates == 0:
+                self.take()
+
+        def take(self) -> None:
+            ended.append((time.perf_counter(), time.process_time()))
+
+    args = GRPOConfig(**trl_arguments(settings, folder))
     options: dict[str, Any] = {
-        "train_dataset": data,
-        "processing_class": tokenizer,
+        "train_dataset": Dataset.from_dict({"prompt": chats, "number": list(range(len(chats)))}),
+        "processing_class": AutoTokenizer.from_pretrained(model),
         "callbacks": [Clock()],
     }
     if low_bit:
-        policy = qarl.align(_MODEL, settings.scheme)
+        policy = qarl.align(settings.model, settings.scheme, dtype=settings.dtype)
         options["engine"] = qarl.engine(
-            policy, max_prompt_tokens=64, max_new_tokens=8, max_num_seqs=512
+            policy,
+            max_prompt_tokens=rollout.max_prompt_tokens,
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            max_num_seqs=rollout.max_num_seqs,
         )
         trainer = LowBitGRPOTrainer(policy, reward, args, **options)
     else:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        trainer = GRPOTrainer(model, reward, args, **options)
+        module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        trainer = GRPOTrainer(module, reward, args, **options)
     trainer.train()
-    held_out = task.problems("heldout", 0, _HELD_OUT, 0)
+    seconds = [after[0] - before[0] for before, after in pairwise(ended)]
+    history = [entry for entry in trainer.state.log_history if "reward" in entry]
     if low_bit:
-        trainer.sync_weights()
-        answers = [answer.text for (answer,) in trainer.engine.generate(held_out, greedy=True)]
+        policy.export(folder / _DEPLOYED)
+        name = "sampling/sampling_logp_difference"
+        mismatch = {
+            "mean_abs": fmean(entry[f"{name}/mean"] for entry in history),
+            "max_abs": max(entry[f"{name}/max"] for entry in history),
+        }
     else:
-        held_out_chats = [[{"role": "user", "content": problem.question}] for problem in held_out]
-        texts = [
-            tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-            for chat in held_out_chats
-        ]
-        inputs = tokenizer(
-            texts,
-            add_special_tokens=False,
-            padding=True,
-            padding_side="left",
-            return_tensors="pt",
-        )
-        tokens = trainer.model.generate(**inputs, do_sample=False, max_new_tokens=8)[
-            :, inputs["input_ids"].shape[1] :
-        ]
-        answers = tokenizer.batch_decode(tokens, skip_special_tokens=True)
-    right = sum(
-        text.strip() == problem.answer for problem, text in zip(held_out, answers, strict=True)
-    )
-    name = "sampling/sampling_logp_difference/max"
-    history = trainer.state.log_history
-    seconds = [after - before for before, after in pairwise(ended)]
-    off = max((entry[name] for entry in history if name in entry), default=None)
+        trainer.save_model(str(folder / _MASTERS))
+        mismatch = deployed_by_trl(trainer, settings, folder)
     return {
-        "seconds": median(seconds[_WARM:]),
-        "accuracy": right / len(held_out),
-        "max_abs": off,
+        "seconds": median(seconds[_WARM:] or seconds),
+        "cpu_seconds": (ended[-1][1] - ended[0][1]) / settings.steps,
+        **mismatch,
+        "rewards": [entry["reward"] for entry in history],
     }
 
 
+def deployed_by_trl(trainer: Any, settings: RunConfig, folder: Path) -> dict[str, float]:
+    """Export what TRL trained alone, rounded to the nearest codes, and return how far the log-probs
+    of its model are from it on its last batch, nats a token.
+    """
+    policy = qarl.align(str(folder / _MASTERS), settings.scheme, dtype=settings.dtype)
+    policy.export(folder / _DEPLOYED)
+    differences = []
+    with torch.no_grad():
+        for batch in trainer._buffered_inputs:
+            length = batch["completion_ids"].shape[1]
+            tokens = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
+            attended = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
+            learner = trainer._get_per_token_logps_and_entropies(
+                trainer.model, tokens, attended, length
+            )[0]
+            for row, real, own in zip(tokens, attended.bool(), learner, strict=True):
+                answer = own[real[-length:]]
+                deployed = policy.logprobs(row[real][None], temperature=trainer.temperature)[0][0]
+                differences.append((answer - deployed[-len(answer) :]).abs())
+    every = torch.cat(differences)
+    return {"mean_abs": every.mean().item(), "max_abs": every.max().item()}
+
+
 LEARNERS = {
-    "LowBitGRPOTrainer": lambda steps, seed: trained_by_trl(True, steps, seed),
-    "TRL by itself, float32": lambda steps, seed: trained_by_trl(False, steps, seed),
+    "before training": before_training,
+    "LowBitGRPOTrainer": lambda settings, folder: trained_by_trl(True, settings, folder),
+    "TRL by itself, float32": lambda settings, folder: trained_by_trl(False, settings, folder),
     "qarl train": trained_by_qarl,
 }
+
+
+def evaluated(settings: RunConfig, folder: Path) -> dict[str, Any]:
+    """Return the held-out accuracy of a checkpoint by greedy answers."""
+    asking = {"eval.problems": settings.eval.problems}
+    task = {
+        f"task.{name}": value
+        for name in ("name", "options", "correct", "reward")
+        if (value := getattr(settings.task, name))
+    }
+    rollout = settings.rollout
+    evaluation = qarl.evaluate(
+        folder,
+        asking | task,
+        max_new_tokens=rollout.max_new_tokens,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        dtype=settings.dtype,
+    )
+    (result,) = evaluation.results
+    return {"accuracy": result.accuracy, "asked": len(result.questions)}
+
+
+def chosen(arguments: list[str]) -> RunConfig:
+    """Return the configuration that the dotted options choose."""
+    overrides = _DEFAULTS | dotted_overrides(argparse.Namespace(), arguments)
+    return qarl.config(overrides["model"], overrides)
+
+
+def row_of(learner: str, seed: int, folder: Path, fields: list[str]) -> dict[str, Any]:
+    """Train and evaluate in processes of their own, and return the row, which `folder` has at the
+    end.
+    """
+    file = folder / "row.json"
+    if file.exists():
+        return json.loads(file.read_text())
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+    def answer(*what: str) -> dict[str, Any]:
+        command = [sys.executable, "-m", "benchmarks.low_bit_trl", *what, *fields]
+        output = subprocess.run(
+            [*command, f"--seed={seed}"], stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+        return json.loads(output.splitlines()[-1])
+
+    row = {"learner": learner, "seed": seed}
+    row |= answer("--one", learner, "--output", str(folder))
+    row |= answer("--evaluate", str(folder / _DEPLOYED))
+    if (folder / _MASTERS).exists():
+        row["unquantized"] = answer("--evaluate", str(folder / _MASTERS))["accuracy"]
+    file.write_text(json.dumps(row))
+    return row
 
 
 def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--seeds", type=int, default=1, help="so many, from 0")
-    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--one", choices=LEARNERS, help="that learner, in this process")
+    parser.add_argument("--seeds", type=whole(1), default=1, help="so many, from 0")
+    parser.add_argument("--one", choices=LEARNERS, help=argparse.SUPPRESS)
+    parser.add_argument("--evaluate", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help="keep what is trained there")
     parser.add_argument("--json", type=json_file, metavar="FILE", help="write the rows as a record")
-    options = parser.parse_args()
+    options, fields = parser.parse_known_args()
+    settings = chosen(fields)
     if options.one:
-        print(json.dumps(LEARNERS[options.one](options.steps, options.seed)))
+        print(json.dumps(LEARNERS[options.one](settings, options.output)))
         return 0
-    rows = []
-    for learner in LEARNERS:
-        command = [
-            sys.executable,
-            "-m",
-            "benchmarks.low_bit_trl",
-            "--steps",
-            str(options.steps),
-            "--one",
-            learner,
-        ]
-        seeds = []
+    if options.evaluate:
+        print(json.dumps(evaluated(settings, options.evaluate)))
+        return 0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.output or Path(temporary)
+        rows = []
         for seed in range(options.seeds):
-            of_seed = [*command, "--seed", str(seed)]
-            output = subprocess.run(of_seed, stdout=subprocess.PIPE, text=True, check=True).stdout
-            seeds.append(json.loads(output.splitlines()[-1]))
-            print(learner, seed, seeds[-1], flush=True)
-        accuracies = [row["accuracy"] for row in seeds]
-        off = [row["max_abs"] for row in seeds]
-        most = None if None in off else max(off)
-        means = {
-            "accuracy": fmean(accuracies),
-            "accuracies": accuracies,
-            "max_abs": most,
-        }
-        rows.append({"learner": learner, "seconds": seeds[0]["seconds"], **means})
+            for number, learner in enumerate(LEARNERS):
+                if learner == "before training" and seed:
+                    continue  # every seed begins there
+                rows.append(row_of(learner, seed, folder / f"{seed}-{number}", fields))
+                print(rows[-1], flush=True)
     write_json(options.json, record(sys.argv[1:], rows, "python -m benchmarks.low_bit_trl"))
     return 0
 
