@@ -30,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -38,6 +39,7 @@ from typing import Any
 import torch
 
 import qarl
+from benchmarks.learner.trl_worker import SETTINGS
 from benchmarks.train.worker import run as timed_run
 from qarl.cli.options import dotted_overrides, json_file, whole, write_json
 from qarl.configs.errors import ConfigError
@@ -131,8 +133,6 @@ def trl_arguments(settings: RunConfig, folder: Path) -> dict[str, Any]:
         "shuffle_dataset": False,
         "report_to": "none",
         "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
         "logging_steps": 1,
         "save_strategy": "no",
         "disable_tqdm": True,
@@ -140,10 +140,12 @@ def trl_arguments(settings: RunConfig, folder: Path) -> dict[str, Any]:
     }
 
 
-def trained_by_trl(low_bit: bool, settings: RunConfig, folder: Path) -> dict[str, Any]:
-    """Run TRL's trainer on an exact low-bit policy, or on its own float32 policy.
+def trained_by_trl(
+    low_bit: bool, settings: RunConfig, folder: Path, setting: str = "fp32"
+) -> dict[str, Any]:
+    """Run TRL's trainer on an exact low-bit policy, or on its own policy.
 
-    float32 is TRL's quickest dtype on CPUs.
+    setting: dtype and checkpointing, by a name in `benchmarks.learner.trl_worker.SETTINGS`.
     """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -179,7 +181,7 @@ def trained_by_trl(low_bit: bool, settings: RunConfig, folder: Path) -> dict[str
         def take(self) -> None:
             ended.append((time.perf_counter(), time.process_time()))
 
-    args = GRPOConfig(**trl_arguments(settings, folder))
+    args = GRPOConfig(**trl_arguments(settings, folder), **SETTINGS[setting])
     options: dict[str, Any] = {
         "train_dataset": Dataset.from_dict({"prompt": chats, "number": list(range(len(chats)))}),
         "processing_class": AutoTokenizer.from_pretrained(model),
@@ -234,19 +236,19 @@ def deployed_by_trl(trainer: Any, settings: RunConfig, folder: Path) -> dict[str
             learner = trainer._get_per_token_logps_and_entropies(
                 trainer.model, tokens, attended, length
             )[0]
-            for row, real, own in zip(tokens, attended.bool(), learner, strict=True):
-                answer = own[real[-length:]]
-                deployed = policy.logprobs(row[real][None], temperature=trainer.temperature)[0][0]
-                differences.append((answer - deployed[-len(answer) :]).abs())
+            deployed = policy.logprobs(
+                tokens, attention_mask=attended, temperature=trainer.temperature
+            )[0][:, -length:]
+            differences.append((learner - deployed).abs()[batch["completion_mask"].bool()])
     every = torch.cat(differences)
     return {"mean_abs": every.mean().item(), "max_abs": every.max().item()}
 
 
 LEARNERS = {
-    "before training": before_training,
-    "LowBitGRPOTrainer": lambda settings, folder: trained_by_trl(True, settings, folder),
-    "TRL by itself, float32": lambda settings, folder: trained_by_trl(False, settings, folder),
-    "qarl train": trained_by_qarl,
+    "before training": lambda settings, folder, _: before_training(settings, folder),
+    "LowBitGRPOTrainer": lambda settings, folder, _: trained_by_trl(True, settings, folder),
+    "TRL by itself": partial(trained_by_trl, False),
+    "qarl train": lambda settings, folder, _: trained_by_qarl(settings, folder),
 }
 
 
@@ -276,7 +278,9 @@ def chosen(arguments: list[str]) -> RunConfig:
     return qarl.config(overrides["model"], overrides)
 
 
-def row_of(learner: str, seed: int, folder: Path, fields: list[str]) -> dict[str, Any]:
+def row_of(
+    learner: str, seed: int, folder: Path, setting: str, fields: list[str]
+) -> dict[str, Any]:
     """Train and evaluate in processes of their own, and return the row, which `folder` has at the
     end.
     """
@@ -294,7 +298,7 @@ def row_of(learner: str, seed: int, folder: Path, fields: list[str]) -> dict[str
         return json.loads(output.splitlines()[-1])
 
     row = {"learner": learner, "seed": seed}
-    row |= answer("--one", learner, "--output", str(folder))
+    row |= answer("--one", learner, "--output", str(folder), "--trl-setting", setting)
     row |= answer("--evaluate", str(folder / _DEPLOYED))
     if (folder / _MASTERS).exists():
         row["unquantized"] = answer("--evaluate", str(folder / _MASTERS))["accuracy"]
@@ -312,12 +316,19 @@ def main() -> int:
     parser.add_argument("--seeds", type=whole(1), default=1, help="so many, from 0")
     parser.add_argument("--one", choices=LEARNERS, help=argparse.SUPPRESS)
     parser.add_argument("--evaluate", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--trl-setting",
+        choices=SETTINGS,
+        default="fp32",
+        help="TRL by itself: fp32 or bf16 autocast without checkpointing, or TRL's default",
+    )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="keep what is trained there")
     parser.add_argument("--json", type=json_file, metavar="FILE", help="write the rows as a record")
     options, fields = parser.parse_known_args()
+    setting = options.trl_setting
     settings = chosen(fields)
     if options.one:
-        print(json.dumps(LEARNERS[options.one](settings, options.output)))
+        print(json.dumps(LEARNERS[options.one](settings, options.output, setting)))
         return 0
     if options.evaluate:
         print(json.dumps(evaluated(settings, options.evaluate)))
@@ -329,7 +340,7 @@ def main() -> int:
             for number, learner in enumerate(LEARNERS):
                 if learner == "before training" and seed:
                     continue  # every seed begins there
-                rows.append(row_of(learner, seed, folder / f"{seed}-{number}", fields))
+                rows.append(row_of(learner, seed, folder / f"{seed}-{number}", setting, fields))
                 print(rows[-1], flush=True)
     write_json(options.json, record(sys.argv[1:], rows, "python -m benchmarks.low_bit_trl"))
     return 0
