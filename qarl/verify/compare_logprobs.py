@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from qarl.configs.words import did_you_mean
+from qarl.configs.words import did_you_mean, few
 from qarl.verify.causes import ages, judge
 from qarl.verify.dump import OPTIONAL, read_dumps
 from qarl.verify.findings import Report, VerifyInputError
@@ -123,6 +123,12 @@ def logprobs(
         figures.add(batch)
     table = figures.table()
     judged = judge(table, floor)
+    if not table["tokens"].any() and not any(cause.level == "fault" for cause in judged.causes):
+        raise VerifyInputError(
+            f"{few([str(path) for path in dumps])}: no token has log-probs of both sides, so that"
+            " nothing can be compared; write sampler_logprobs and trainer_logprobs of sampled"
+            " tokens"
+        )
     unchecked = list(judged.unchecked)
     if unused:
         near = "".join(did_you_mean(name, OPTIONAL, 0.8) for name in sorted(unused))

@@ -441,9 +441,9 @@ def _off(
 
 def _rounds_to(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors are equal after a cast of one to the other's dtype, or differ by
-    a rounding to the coarser of their dtypes at most.
+    a rounding to the coarser of their dtypes at most. Whole numbers are roundings of none.
     """
-    if one.shape != other.shape:
+    if one.shape != other.shape or one.is_floating_point() != other.is_floating_point():
         return False
     for cast, exact in ((one, other), (other, one)):
         if torch.equal(cast.to(exact.dtype), exact):

@@ -47,6 +47,8 @@ _OF_TOKEN_FILES = {
 _SUFFIXES = (".parquet", ".jsonl")
 _ROWS = 256
 """Completions of a batch."""
+_LARGEST_ID = 2**31 - 1
+"""Upper bound on token ids."""
 _ABOVE_ZERO = 1e-4
 """Log-probs up to this value are 0 after rounding."""
 
@@ -231,6 +233,12 @@ def _batch(
                     " a value a token"
                 )
     prompts = columns.get("prompt_ids")
+    for row, prompt in enumerate(prompts or []):
+        if prompt is not None and not isinstance(prompt, list):
+            raise VerifyInputError(
+                f"{where}, row {first + row}: prompt_ids is {_kind(prompt)}; it must be a list of"
+                " token ids, or null if unknown"
+            )
     for row in range(count):
         _check_lengths(columns, prompts, row, f"{where}, row {first + row}")
     lengths = np.array([len(each) for each in ids], dtype=np.int64)
@@ -245,13 +253,16 @@ def _batch(
             advantages = _advantages(columns[name], lengths, first, where)
         else:
             scalars[name] = _scalars(columns[name], name, first, where)
+    known = prompts and [each or [] for each in prompts]
+    if known:
+        _token_ids(known, "prompt_ids", first, where)
     return Batch(
         first=first,
         lengths=lengths,
-        token_ids=_token_ids(ids, first, where),
+        token_ids=_token_ids(ids, "completion_ids", first, where),
         sampler=sampler,
         trainer=trainer,
-        prompts=prompts and [each or [] for each in prompts],
+        prompts=known,
         advantages=advantages,
         scalars=scalars,
     )
@@ -282,19 +293,16 @@ def _check_lengths(
         )
 
 
-def _token_ids(
-    ids: list[list[Any]],
-    first: int,
-    where: str,
-) -> np.ndarray:
+def _token_ids(ids: list[list[Any]], name: str, first: int, where: str) -> np.ndarray:
+    """Return token ids laid end to end. Raises `VerifyInputError` for what is no token's id."""
     flat = [token for row in ids for token in row]
-    if any(type(token) is not int for token in flat):
-        row = next(n for n, each in enumerate(ids) if any(type(t) is not int for t in each))
-        wrong = next(token for token in ids[row] if type(token) is not int)
-        raise VerifyInputError(
-            f"{where}, row {first + row}: completion_ids holds {_kind(wrong)}; token ids are whole"
-            " numbers"
-        )
+    for row, each in enumerate(ids):
+        for token in each:
+            if type(token) is not int or not 0 <= token <= _LARGEST_ID:
+                raise VerifyInputError(
+                    f"{where}, row {first + row}: {name} holds {_kind(token)}; token ids are whole"
+                    " numbers from 0 (labels such as -100 are of padding: cut it off)"
+                )
     return np.array(flat, dtype=np.int64)
 
 
@@ -371,7 +379,9 @@ def _scalars(
     flat = []
     for row, value in enumerate(values):
         if isinstance(value, list) and name in VERSIONS:
-            present = [item for item in value if item is not None]
+            present = [
+                _number(item, name, first + row, where) for item in value if item is not None
+            ]
             stalest = max if name == "age" else min
             value = stalest(present, default=None)
         flat.append(_number(value, name, first + row, where))

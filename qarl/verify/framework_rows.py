@@ -52,9 +52,25 @@ def framework_row(row: dict[str, Any], file: Path, where: str) -> dict[str, Any]
 
 
 def _sampled(
-    row: Mapping[str, Any], columns: Mapping[str, str], mask: list[Any]
+    row: Mapping[str, Any], columns: Mapping[str, str], mask_name: str, where: str
 ) -> dict[str, list[Any]]:
-    """Return columns of a dump, of the tokens where `mask` is true."""
+    """Return columns of a dump, of the tokens where the mask is true.
+
+    Raises `VerifyInputError` for columns that are not lists with a value a token.
+    """
+    names = (*columns, mask_name)
+    for name in names:
+        if not isinstance(row[name], list):
+            raise VerifyInputError(
+                f"{where}: {name} is {row[name]!r:.40}; it must be a list with a value a token"
+            )
+    lengths = {name: len(row[name]) for name in names}
+    if len(set(lengths.values())) > 1:
+        different = ", ".join(f"{name} {length}" for name, length in lengths.items())
+        raise VerifyInputError(
+            f"{where}: columns with a value a token differ in length: {different}"
+        )
+    mask = row[mask_name]
     return {
         column: [value for value, sampled in zip(row[name], mask, strict=True) if sampled]
         for name, column in columns.items()
@@ -70,9 +86,9 @@ def _prompt(token_ids: list[int], mask: list[Any]) -> list[int]:
 def _from_prime_rl(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return a row of prime-rl's token export: its sampled tokens alone."""
     mask = row[_PRIME_RL_MASK]
+    columns: dict[str, Any] = _sampled(row, _OF_PRIME_RL, _PRIME_RL_MASK, where)
     if not any(mask):
         raise VerifyInputError(f"{where}: {_PRIME_RL_MASK} is true for no token; leave the row out")
-    columns: dict[str, Any] = _sampled(row, _OF_PRIME_RL, mask)
     if None in columns["advantage"]:
         columns.pop("advantage")
     if row.get("step") is not None:
@@ -93,7 +109,7 @@ def _from_nemo_rl(row: Mapping[str, Any], file: Path, where: str) -> dict[str, A
     names = (*_OF_NEMO_RL, _NEMO_RL_MASK)
     values = {name: row[name][0] if _is_nested(row[name]) else row[name] for name in names}
     mask = values[_NEMO_RL_MASK]
-    columns: dict[str, Any] = _sampled(values, _OF_NEMO_RL, mask)
+    columns: dict[str, Any] = _sampled(values, _OF_NEMO_RL, _NEMO_RL_MASK, where)
     trainer = columns["trainer_logprobs"]
     if len(trainer) > 1 and not any(trainer) and any(columns["sampler_logprobs"]):
         raise VerifyInputError(

@@ -245,7 +245,7 @@ def _filled(batch: Batch, starts: np.ndarray, judged: np.ndarray) -> np.ndarray:
         goes_on[1:] = judged[1:] & judged[:-1] & (side[1:] == side[:-1])
         goes_on[starts[batch.lengths > 0]] = False
         firsts = np.flatnonzero(~goes_on)
-        for first, end in zip(firsts, [*firsts[1:], len(judged)], strict=True):
+        for first, end in zip(firsts, [*firsts, len(judged)][1:], strict=True):
             run = slice(first, end)
             if end - first < _FILLED or not judged[first]:
                 continue

@@ -123,18 +123,11 @@ def test_a_temperature_is_estimated_and_its_side_named(tmp_path: Path):
     assert estimate == pytest.approx(drawn.said["temperature"], rel=0.15)
 
 
-def test_nothing_is_called_equal_that_was_not_compared(tmp_path: Path, capsys):
-    """Every log-prob of the trainer is null."""
-    dump = write(
-        tmp_path,
-        [row([-1.0, -2.0], [None, None])] * 2,
-    )
-    report = qarl.verify.logprobs(dump)
-    assert report.tokens == 0
-    assert not any(cause.name == "equal" for cause in report.causes)
-    assert "no token has log-probs of both sides" in report.unchecked
-    with pytest.raises(AssertionError, match="not compared"):
-        qarl.verify.assert_agreement(report, complete=True)
+@pytest.mark.parametrize("rows", [[row([-1.0, -2.0], [None, None])] * 2, [row([], [])]])
+def test_a_dump_without_a_token_of_both_sides_is_refused(tmp_path: Path, rows: list, capsys):
+    """Every log-prob of the trainer is null, or the only completion is empty."""
+    assert main(["verify", "logprobs", str(write(tmp_path, rows))]) == 2
+    assert "no token has log-probs of both sides" in capsys.readouterr().err
 
 
 def test_a_mistyped_optional_column_is_named(tmp_path: Path):
@@ -186,6 +179,14 @@ def test_token_files_of_a_run_are_a_dump(tmp_path: Path):
         ([row(["-1"], [-1.0])], ["'-1'", "numbers"]),
         ([row([-1.0], [-1.0], temperature="hot")], ["temperature is 'hot'", "finite number"]),
         ([{**row([-1.0], [-1.0]), "completion_ids": [0.5]}], ["0.5", "whole numbers"]),
+        ([{**row([-1.0], [-1.0]), "completion_ids": [-100]}], ["-100", "padding: cut it off"]),
+        (
+            [{**row([-1.0], [-1.0]), "completion_ids": [10**30]}],
+            ["completion_ids", "whole numbers"],
+        ),
+        ([row([-1.0], [-1.0], prompt_ids="2 + 2 =")], ["prompt_ids is '2 + 2 ='", "a list of"]),
+        ([row([-1.0], [-1.0], prompt_ids=["2"])], ["prompt_ids holds '2'", "whole numbers"]),
+        ([row([-1.0], [-1.0], weight_version=["a", 1])], ["weight_version is 'a'"]),
         ([], ["no completion"]),
     ],
 )
@@ -328,6 +329,8 @@ def test_train_data_of_nemo_rl_are_dumps(tmp_path: Path):
             {"generation_logprobs": [[-1.0]], "prev_logprobs": [[-1.0]], "idx": 0},
             "has no token_ids and no token_loss_mask, which its earlier versions did not write",
         ),
+        (nemo_row(token_ids=None), "token_ids is None; it must be a list"),
+        (nemo_row(prev_logprobs=[[0.0]]), "differ in length: token_ids 5, .*prev_logprobs 1"),
     ],
 )
 def test_rows_of_nemo_rl_that_lack_a_side_are_refused(tmp_path: Path, row: Any, words: str):

@@ -235,11 +235,12 @@ def test_zeros_of_either_side_are_named(leaf: str, side: str):
         (torch.tensor([1.0, float("inf")]), "not-finite"),
         (torch.ones(3), "shape"),
         (torch.tensor([1.0, 2.5]), "stale"),
+        (torch.tensor([1, 2]), "stale"),
     ],
 )
 def test_a_bias_that_differs_is_named_as_a_weight_is(value: torch.Tensor, cause: str):
     name = "model.layers.0.mlp.up_proj"
-    trainer = {f"{name}.weight": torch.ones(2, 2), f"{name}.bias": torch.tensor([1.0, 2.0])}
+    trainer = {f"{name}.weight": torch.ones(2, 2), f"{name}.bias": torch.tensor([1.0, 2.25])}
     (said,) = qarl.verify.weights(trainer, trainer | {f"{name}.bias": value}).faults
     assert (said.name, said.about) == (cause, (f"{name}.bias",))
 
@@ -347,6 +348,12 @@ def test_names_that_cannot_be_read_are_refused(tmp_path: Path, names: list[str],
     with pytest.raises(qarl.verify.VerifyInputError) as error:
         qarl.verify.weights({name: torch.ones(4) for name in names}, engine)
     assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_file_in_place_of_a_folder_is_refused(tmp_path: Path):
+    trainer, engine = pair(tmp_path)
+    with pytest.raises(VerifyInputError, match=r"engine's folder .* is a file; give"):
+        qarl.verify.weights(trainer, Path(engine) / "config.json")
 
 
 def test_fused_rows_without_a_number_of_heads_are_refused(tmp_path: Path):
