@@ -1,11 +1,12 @@
 """TRL's trainers on an exact low-bit policy, and TRL by itself beside `qarl verify`.
 
-Blind spots: one process on CPUs only; tools and environments are TRL's own.
+Blind spots: CPUs only; tools and environments are TRL's own.
 """
 
 import dataclasses
 import importlib
 import inspect
+import json
 import runpy
 import sys
 from collections import defaultdict
@@ -23,6 +24,8 @@ from qarl.cli.main import main
 from qarl.configs.errors import ConfigError
 from qarl.verify.server import VllmServer
 from tests.support.cases import cases
+from tests.support.profiles import thorough
+from tests.support.runs import run_workers
 from tests.support.serving import server, wait
 
 trl: Any = pytest.importorskip(
@@ -137,12 +140,46 @@ def test_truncated_completions_are_masked_and_stay_exact(
     assert list(tmp_path.rglob("events.out.tfevents*"))
 
 
-def test_several_processes_are_refused(random_policy, tmp_path: Path):
+def test_several_processes_with_servers_are_refused(random_policy, tmp_path: Path):
+    asynchronous: Any = importlib.import_module("qarl.integrations.trl.async_grpo")
+
     policy = qarl.align(random_policy(True), "w4a16")
-    args = trl.GRPOConfig(str(tmp_path), **OPTIONS)
-    object.__setattr__(args, "distributed_state", SimpleNamespace(num_processes=2))
-    with pytest.raises(ConfigError, match="2 processes would each learn alone; take one, or"):
-        grpo.adapt(policy, args, {})
+    engine: Any = SimpleNamespace(
+        settings=SimpleNamespace(rollout=SimpleNamespace(servers=["http://gpu1:8100"]))
+    )
+    for trainer, options in (
+        (grpo.LowBitGRPOTrainer, trl.GRPOConfig(str(tmp_path), **OPTIONS)),
+        (
+            asynchronous.LowBitAsyncGRPOTrainer,
+            asynchronous.AsyncGRPOConfig(str(tmp_path), bf16=False, use_cpu=True),
+        ),
+    ):
+        object.__setattr__(options, "distributed_state", SimpleNamespace(num_processes=2))
+        with pytest.raises(ConfigError, match=r"^2 processes would each publish to the .*servers"):
+            trainer(policy, reward, options, engine=engine)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not thorough(), reason="starts three engines: make test-thorough")
+def test_two_processes_learn_what_one_does(random_policy, tmp_path: Path):
+    """Each of two processes samples its half of the batch as one process does, to the bit, and both
+    end at equal masters: those of one process, up to the order of fp32 sums.
+    """
+    results = []
+    for world in (1, 2):
+        job = tmp_path / f"{world}.json"
+        output = str(tmp_path / f"of-{world}")
+        job.write_text(json.dumps({"model": str(random_policy(True)), "output": output}))
+        run_workers("trl_worker", job, tmp_path / "log", world)
+        results.append([torch.load(f"{output}-{rank}.pt") for rank in range(world)])
+    (alone,), (first, second) = results
+    assert alone["mismatch"] == first["mismatch"] == second["mismatch"] == [0.0, 0.0]
+    halves = [a + b for a, b in zip(first["answers"], second["answers"], strict=True)]
+    assert alone["answers"][0] == halves[0]
+    assert first["answers"][0] != second["answers"][0]
+    assert all(map(torch.equal, first["masters"], second["masters"]))
+    for master, other in zip(alone["masters"], first["masters"], strict=True):
+        torch.testing.assert_close(other, master, rtol=0, atol=1e-4)
 
 
 def test_log_probs_of_trls_rows_are_the_policys(random_policy):

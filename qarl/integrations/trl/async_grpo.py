@@ -61,6 +61,11 @@ class LowBitAsyncGRPOTrainer(AsyncGRPOTrainer):
         **trl: Any,
     ):
         args = args or AsyncGRPOConfig("low-bit-AsyncGRPO", bf16=False)
+        if args.world_size > 1:
+            raise ConfigError(
+                f"{args.world_size} processes would each publish to the servers; take one, or"
+                " LowBitGRPOTrainer without servers"
+            )
         adapt(model, args, trl)
         self.engine = engine
         rollout = opened_for(args, engine)

@@ -109,6 +109,11 @@ class LowBitGRPOTrainer(GRPOTrainer):
             raise ConfigError(
                 f"geometric_cap {geometric_cap} needs vllm_importance_sampling_correction True"
             )
+        if args.world_size > 1 and engine is not None and engine.settings.rollout.servers:
+            raise ConfigError(
+                f"{args.world_size} processes would each publish to the engine's servers; leave"
+                " engine out, so that each process samples in itself, or take one process"
+            )
         args.use_vllm = False  # True would start an engine of TRL's
         super().__init__(model.low_bit.module, reward_funcs, args, **trl)  # type: ignore[arg-type]
         self.policy = model
@@ -149,10 +154,12 @@ class LowBitGRPOTrainer(GRPOTrainer):
         num_generations: int,
         profiler: Any = None,
     ) -> Any:
-        """Sample completions of prompts, each of which comes `num_generations` times.
+        """Sample completions of this process's prompts, each of which comes `num_generations`
+        times.
 
         Returns the prompts, completions' token ids, log-probs [B][T][1], and None. Seeds depend on
-        (seed, step, number of the request in it) only, so a resumed training repeats them.
+        (seed, step, number of the request in it, number of the prompt in all processes) only, so a
+        resumed training repeats them.
         """
         step = self.state.global_step
         updates = self.args.steps_per_generation * self.num_iterations
@@ -167,7 +174,12 @@ class LowBitGRPOTrainer(GRPOTrainer):
             num_generations = 1
         seed = step_seed(self.args.seed, *self._round)
         with profiler or nullcontext():
-            answers = self.engine.generate(distinct, samples=num_generations, seed=seed)
+            answers = self.engine.generate(
+                distinct,
+                samples=num_generations,
+                seed=seed,
+                first_prompt=self.accelerator.process_index * len(distinct),
+            )
         completions = [completion for group in answers for completion in group]
         logprobs = [[[logprob] for logprob in c.logprobs] for c in completions]
         return prompts, [list(c.token_ids) for c in completions], logprobs, None
@@ -254,10 +266,8 @@ def adapt(policy: Policy, args: Any, trl: dict[str, Any]) -> None:
             if value != defaults.get(name):
                 raise ConfigError(f"{name} {value!r}: {reason}; leave {name} out")
     if args.world_size > 1:
-        raise ConfigError(
-            f"{args.world_size} processes would each learn alone; take one, or"
-            " `qarl train --processes`"
-        )
+        # Gradients are summed over the processes by hooks of autograd.
+        policy.low_bit.gradients.configure(in_place=False)
     for line in untested_libraries():
         _log.warning(line)
     if args.gradient_checkpointing:
