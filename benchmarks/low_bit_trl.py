@@ -15,7 +15,7 @@ while they train.
 
 Each training runs in a process of its own, one after the other. A step's seconds are the median of
 the steps after the third; CPU seconds are a mean of all steps, without evaluations. With --output,
-what is finished stays there, and a second call continues.
+what is finished stays there, and a second call continues. The record has what is finished.
 """
 
 # TRL exports its names lazily, and types its trainers' attributes as transformers' own.
@@ -42,6 +42,7 @@ import qarl
 from benchmarks.learner.trl_worker import SETTINGS
 from benchmarks.train.worker import run as timed_run
 from qarl.cli.options import dotted_overrides, json_file, whole, write_json
+from qarl.cli.parser import Parser, normalized_argv
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.objectives import GrpoConfig, TbpoConfig
 from qarl.configs.schema.run import RunConfig
@@ -63,6 +64,7 @@ _DEFAULTS = {
 _WARM = 3
 _DEPLOYED = "deployed"
 _MASTERS = "masters"
+_ROW = "row.json"
 
 
 def before_training(settings: RunConfig, folder: Path) -> dict[str, Any]:
@@ -284,7 +286,7 @@ def row_of(
     """Train and evaluate in processes of their own, and return the row, which `folder` has at the
     end.
     """
-    file = folder / "row.json"
+    file = folder / _ROW
     if file.exists():
         return json.loads(file.read_text())
     shutil.rmtree(folder, ignore_errors=True)
@@ -308,11 +310,12 @@ def row_of(
 
 def main() -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.set_defaults(fields=True)
     parser.add_argument("--seeds", type=whole(1), default=1, help="so many, from 0")
     parser.add_argument("--one", choices=LEARNERS, help=argparse.SUPPRESS)
     parser.add_argument("--evaluate", type=Path, help=argparse.SUPPRESS)
@@ -324,7 +327,7 @@ def main() -> int:
     )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="keep what is trained there")
     parser.add_argument("--json", type=json_file, metavar="FILE", help="write the rows as a record")
-    options, fields = parser.parse_known_args()
+    options, fields = parser.parse_known_args(normalized_argv(sys.argv[1:]))
     setting = options.trl_setting
     settings = chosen(fields)
     if options.one:
@@ -335,14 +338,17 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.output or Path(temporary)
-        rows = []
-        for seed in range(options.seeds):
-            for number, learner in enumerate(LEARNERS):
-                if learner == "before training" and seed:
-                    continue  # every seed begins there
-                rows.append(row_of(learner, seed, folder / f"{seed}-{number}", setting, fields))
-                print(rows[-1], flush=True)
-    write_json(options.json, record(sys.argv[1:], rows, "python -m benchmarks.low_bit_trl"))
+        cells = [
+            (learner, seed, folder / f"{seed}-{number}")
+            for seed in range(options.seeds)
+            for number, learner in enumerate(LEARNERS)
+            if number or not seed  # every seed begins at the same policy
+        ]
+        for learner, seed, cell in cells:
+            print(row_of(learner, seed, cell, setting, fields), flush=True)
+            files = [finished / _ROW for _, _, finished in cells]
+            rows = [json.loads(file.read_text()) for file in files if file.exists()]
+            write_json(options.json, record(sys.argv[1:], rows, "python -m benchmarks.low_bit_trl"))
     return 0
 
 
