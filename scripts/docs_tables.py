@@ -115,15 +115,17 @@ def _of_family(row: dict[str, Any]) -> str:
 def low_bit_trl(rows: list[dict[str, Any]]) -> str:
     """Return the table of `python -m benchmarks.low_bit_trl`.
 
-    Seconds are multiples of TRL's, which is the second row.
+    Seconds are multiples of TRL's by itself.
     """
+    timed = [row for row in rows if "seconds" in row]  # not the policy before training
+    (alone,) = [row for row in timed if row["learner"].startswith("TRL by itself")]
     lines = [
         line(("", "seconds a step", "× TRL", "held out", r"max \|Δ log p\|")),
         "|---|---:|---:|---:|---:|",
     ]
-    for row in rows:
+    for row in timed:
         off = "" if row["max_abs"] is None else f"{row['max_abs']:g}"
-        times = f"{row['seconds'] / rows[1]['seconds']:.2f}"
+        times = f"{row['seconds'] / alone['seconds']:.2f}"
         lines.append(
             line(
                 (
