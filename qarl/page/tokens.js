@@ -116,6 +116,13 @@ const opening = (() => {
 })();
 const promptOf = (i) => (opening ? "… " : "") + packed.prompts[made.prompt[i]].slice(opening).replace(/\s+/g, " ");
 
+// The pictures of a completion's prompt, small PNG files.
+function picturesOf(completion) {
+  const numbers = made.pictures[completion];
+  const shown = (index, place) => el("img", { src: `data:image/png;base64,${packed.pictures[index]}`, alt: `picture ${place + 1} of ${numbers.length} of the prompt` });
+  return numbers.length ? el("div", { class: "pictures" }, ...numbers.map(shown)) : null;
+}
+
 class Browser {
   constructor(host) {
     this.host = host;
@@ -248,7 +255,7 @@ class Browser {
     const kept = others.length ? `; ${others.length} more of its group below` : "";
     this.detail.replaceChildren(
       el("div", { class: "bar" }, segments, el("span", { class: "pair" }, step("‹ previous", -1, "k"), " ", step("next ›", 1, "j"))), this.key(),
-      el("div", { class: "prompt" }, el("div", { class: "small" }, `Prompt · ${where}${kept}`), el("pre", { tabindex: 0 }, packed.prompts[made.prompt[i]])),
+      el("div", { class: "prompt" }, el("div", { class: "small" }, `Prompt · ${where}${kept}`), picturesOf(i), el("pre", { tabindex: 0 }, packed.prompts[made.prompt[i]])),
       this.card(i, true), ...others.map((j) => this.card(j, false)));
   }
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from qarl.learner.clip_reasons import CLIP_REASONS
 from qarl.page.figures import digits
-from qarl.report.token_files import TokenRows
+from qarl.report.token_files import PICTURES, TokenRows
 
 BUDGET = 1_600_000
 """Bytes of the page that completions may use: 100,000 tokens, fewer if completions are short."""
@@ -138,21 +138,31 @@ def _within(steps: Sequence[TokenRows], budget: int) -> list[TokenRows]:
 def _cost(rows: TokenRows) -> int:
     """Estimate the bytes of a step's completions on the page."""
     prompts = sum(len(prompt.encode()) for prompt in set(rows.completions["prompt"]))
-    return _A_TOKEN * sum(rows.lengths) + _A_COMPLETION * len(rows) + prompts
+    files = {file for row in _pictures(rows) for file in row}
+    pictures = sum(len(file) * 4 // 3 for file in files)  # in base64
+    return _A_TOKEN * sum(rows.lengths) + _A_COMPLETION * len(rows) + prompts + pictures
+
+
+def _pictures(rows: TokenRows) -> list[list[bytes]]:
+    """Return the pictures of each completion's prompt, as small PNG files."""
+    columns = rows.completions
+    return [list(files) for files in columns[PICTURES]] if PICTURES in columns else [[]] * len(rows)
 
 
 def _packed(steps: Sequence[tuple[int, TokenRows]]) -> dict[str, Any]:
     """Return the columns of some steps, given with their run's number, as tokens.js reads them.
 
-    Prompts and tokens' texts are listed once, and columns have their numbers.
+    Prompts, pictures and tokens' texts are listed once, and columns have their numbers.
     """
     prompts: dict[str, int] = {}
+    pictures: dict[bytes, int] = {}
     texts: dict[tuple[int, str], int] = {}
     words: list[int] = []
     names = (
         "run",
         *_SHOWN,
         "prompt",
+        "pictures",
         "reward",
         "length",
         "version",
@@ -177,6 +187,10 @@ def _packed(steps: Sequence[tuple[int, TokenRows]]) -> dict[str, Any]:
         columns["prompt"] += [
             prompts.setdefault(prompt, len(prompts)) for prompt in completions["prompt"]
         ]
+        columns["pictures"] += [
+            [pictures.setdefault(file, len(pictures)) for file in files]
+            for files in _pictures(rows)
+        ]
         columns["reward"] += map(digits, completions["reward"])
         columns["length"] += rows.lengths
         for name, versions in _versions(rows).items():
@@ -191,6 +205,7 @@ def _packed(steps: Sequence[tuple[int, TokenRows]]) -> dict[str, Any]:
         columns["advantage"] += map(_advantage, advantages)
     return {
         "prompts": list(prompts),
+        "pictures": [base64.b64encode(file).decode() for file in pictures],
         "texts": [text for _, text in texts],
         "ids": [token for token, _ in texts],
         "reasons": list(CLIP_REASONS),

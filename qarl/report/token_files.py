@@ -48,6 +48,11 @@ COMPLETION_COLUMNS = {
 }
 """Columns with one value a completion: name → type."""
 
+PICTURES = "pictures"
+"""Column with the prompt's pictures, small PNG files ("binary list"); missing if all prompts
+are text.
+"""
+
 TOKEN_COLUMNS = {
     "token_id": "int32",
     "token": "string",
@@ -74,7 +79,10 @@ class TokenRows:
     """The completions of one file."""
 
     completions: Mapping[str, Sequence[Any]]
-    """Columns by the names of `COMPLETION_COLUMNS`, one value a completion."""
+    """Columns by the names of `COMPLETION_COLUMNS`, one value a completion.
+
+    "pictures" has tuples of PNG files; it is missing if no prompt of the step had a picture.
+    """
 
     tokens: Mapping[str, np.ndarray]
     """Columns by the names of `TOKEN_COLUMNS`, [T] each.
@@ -99,8 +107,11 @@ class TokenRows:
 
 
 @cache
-def _schema() -> Any:
-    """Return the files' schema, without metadata."""
+def _schema(pictures: bool) -> Any:
+    """Return the files' schema, without metadata.
+
+    pictures: whether there is a column of the prompts' pictures.
+    """
     # Importing pyarrow starts threads, so that it is imported only where it is needed.
     import pyarrow as pa
 
@@ -112,6 +123,7 @@ def _schema() -> Any:
         return pa.type_for_alias(name)
 
     columns = [(name, arrow_type(kind)) for name, kind in COMPLETION_COLUMNS.items()]
+    columns += [(PICTURES, pa.list_(pa.binary()))] if pictures else []
     columns += [(name, pa.list_(arrow_type(kind))) for name, kind in TOKEN_COLUMNS.items()]
     return pa.schema(columns)
 
@@ -124,11 +136,13 @@ def write_step(folder: Path, step: int, rows: TokenRows, completions: int) -> Pa
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = _schema().with_metadata({_FORMAT_KEY: FORMAT, _COUNT_KEY: str(completions)})
+    pictures = PICTURES in rows.completions
+    schema = _schema(pictures).with_metadata({_FORMAT_KEY: FORMAT, _COUNT_KEY: str(completions)})
     edges = np.concatenate([[0], np.cumsum(rows.lengths)])  # of completions, in token columns
     offsets = pa.array(edges, pa.int32())
     columns = [
-        pa.array(rows.completions[name], schema.field(name).type) for name in COMPLETION_COLUMNS
+        pa.array(rows.completions[name], schema.field(name).type)
+        for name in _completion_names(pictures)
     ]
     for name in TOKEN_COLUMNS:
         values = rows.tokens[name]
@@ -144,6 +158,11 @@ def write_step(folder: Path, step: int, rows: TokenRows, completions: int) -> Pa
     with written_aside(target) as building:
         pq.write_table(pa.Table.from_arrays(columns, schema=schema), building, compression="zstd")
     return target
+
+
+def _completion_names(pictures: bool) -> tuple[str, ...]:
+    """Return the names of the columns with one value a completion, in their order."""
+    return (*COMPLETION_COLUMNS, PICTURES) if pictures else tuple(COMPLETION_COLUMNS)
 
 
 def step_file(folder: Path, step: int) -> Path:
@@ -192,7 +211,10 @@ def read_step(file: Path) -> TokenRows:
         table = pq.read_table(file)
     _check_format(file, table.schema)
     return TokenRows(
-        completions={name: table[name].to_pylist() for name in COMPLETION_COLUMNS},
+        completions={
+            name: table[name].to_pylist()
+            for name in _completion_names(PICTURES in table.column_names)
+        },
         tokens={name: _flat(table[name].combine_chunks(), name) for name in TOKEN_COLUMNS},
         lengths=[len(ids) for ids in table["token_id"]],
     )
@@ -220,7 +242,7 @@ def _check_format(file: Path, schema: Any) -> None:
             f"{str(file)!r} has format {written}, and this version of qarl reads {FORMAT}; read it"
             " with the version that wrote it (environment.json in its run's folder), or remove it"
         )
-    if not schema.equals(_schema()):
+    if not schema.equals(_schema(PICTURES in schema.names)):
         raise TokenFileError(
             f"{str(file)!r} has other columns than format {FORMAT}; remove it to go on without that"
             " step"

@@ -14,7 +14,8 @@ from tokenizers.decoders import DecodeStream
 from qarl.learner.batching import Batch
 from qarl.learner.diagnostics.token_log import TokenLog
 from qarl.report.error_tokens import improbable_tokens, repeated_tokens
-from qarl.report.token_files import TokenRows, array_bytes, drop_after, write_step
+from qarl.report.token_files import PICTURES, TokenRows, array_bytes, drop_after, write_step
+from qarl.rollout.pictures import thumbnail
 from qarl.rollout.types import Completion, Group
 
 
@@ -210,7 +211,7 @@ def _completion_columns(
     pairs = [(groups[number], sample) for number, sample in samples]
     completions = [group.completions[sample] for group, sample in pairs]
     ends = np.cumsum([len(c.token_ids) for c in completions])[:-1]
-    return {
+    columns = {
         "step": [step] * len(samples),
         "group": [number for number, _ in samples],
         "sample": [sample for _, sample in samples],
@@ -224,6 +225,14 @@ def _completion_columns(
         "experts": [None if c.experts is None else array_bytes(c.experts) for c in completions],
         "worst_token": [_worst_token(part) for part in np.split(np.abs(mismatch), ends)],
     }
+    if any(group.prompt.pictures is not None for group in groups):
+        small = {
+            number: [] if pictures is None else [thumbnail(file) for file in pictures.files]
+            for number in sorted({number for number, _ in samples})
+            for pictures in (groups[number].prompt.pictures,)
+        }
+        columns[PICTURES] = [small[number] for number, _ in samples]
+    return columns
 
 
 def _worst_token(mismatch: np.ndarray) -> int | None:

@@ -10,6 +10,8 @@ _TRANSPARENT = ("RGBA", "RGBa", "LA", "La", "PA")
 """Pillow's names of colour spaces with transparency."""
 _DEEP = "I;16"
 """Beginning of Pillow's names of grey pictures with 16 bits a pixel."""
+_SHOWN = 128
+"""Upper bound on a thumbnail's sides, in pixels. With a byte a pixel its file has up to 18 kB."""
 
 
 def open_picture(file: bytes) -> Any:
@@ -64,3 +66,15 @@ def open_picture(file: bytes) -> Any:
             f" convert it to one of {', '.join((*_PLAIN, *_TRANSPARENT))}"
         )
     return picture.convert("RGB")
+
+
+def thumbnail(file: bytes) -> bytes:
+    """Return a PNG of a picture that `open_picture` takes, for a page that shows it to people.
+
+    It has up to 128 pixels a side and up to 256 colours.
+    """
+    picture = open_picture(file)
+    picture.thumbnail((_SHOWN, _SHOWN))
+    buffer = io.BytesIO()
+    picture.quantize(256).save(buffer, "PNG", optimize=True)
+    return buffer.getvalue()

@@ -5,7 +5,7 @@ engine; what a browser makes of the page is not seen by these tests.
 import base64
 import json
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -397,6 +397,25 @@ def test_tokens_come_through_the_packing():
     assert tokens["completions"]["worst"] == [0, -1] * 2
     assert tokens["completions"]["truncated"] == [0, 1] * 2
     assert (tokens["recorded"], tokens["shown"]) == (4, 4)
+
+
+def with_pictures(step: TokenRows, *files: bytes) -> TokenRows:
+    """Return rows whose prompts have these pictures."""
+    columns = {**step.completions, "pictures": [list(files)] * len(step)}
+    return replace(step, completions=columns)
+
+
+def test_a_page_has_each_picture_once_beside_its_completions():
+    """Contract: rows of text have none. Pictures count for the page's size."""
+    steps = [with_pictures(rows(1), b"one", b"two"), with_pictures(rows(2), b"two"), rows(3)]
+    tokens = packed_tokens([steps])
+    assert [base64.b64decode(file) for file in tokens["pictures"]] == [b"one", b"two"]
+    assert tokens["completions"]["pictures"] == [[0, 1], [0, 1], [1], [1], [], []]
+    large = [with_pictures(rows(step), bytes([step]) * 500_000) for step in (1, 2, 3, 4)]
+    tokens = packed_tokens([large])
+    # two fit: the last, and of those before it the one that asked the unquantized policy
+    assert tokens["completions"]["step"] == [1, 1, 4, 4]
+    assert len(json.dumps(tokens, ensure_ascii=False)) <= BUDGET
 
 
 def test_steps_that_asked_the_unquantized_policy_are_shown_first():

@@ -28,7 +28,8 @@ from qarl.report.token_files import (
     step_files,
 )
 from qarl.report.token_recorder import TokenRecorder, chosen_rows, token_texts
-from qarl.rollout.types import Group
+from qarl.rollout.pictures import thumbnail
+from qarl.rollout.types import Group, Pictures
 from qarl.run.replay import comparison
 from tests.support.cases import pattern
 from tests.support.learners import (
@@ -38,6 +39,7 @@ from tests.support.learners import (
     make_groups,
     make_learner,
 )
+from tests.support.picture_models import drawn
 
 TOKENIZER = train_tokenizer(["12 + 34 = 46", "héllo 你好"], 300, 64)
 
@@ -166,6 +168,22 @@ def test_a_step_that_taught_nothing_is_recorded_all_the_same(tmp_path: Path):
     assert {
         value for row in rows for value in row["mismatch"] + row["log_ratio"] + row["clip"]
     } == {None}
+
+
+def test_completions_are_recorded_with_small_pictures_of_their_prompts(tmp_path: Path):
+    """Contract: a prompt of text has none. Steps without pictures have no such column, so that
+    files of earlier versions are read as before.
+    """
+    text, seen = make_groups()[:2]
+    files = (drawn(np.random.default_rng(0), 300, 200), drawn(np.random.default_rng(1), 9, 9))
+    pictures = Pictures(files=files, token_ids=seen.prompt.token_ids)
+    seen = dataclasses.replace(seen, prompt=dataclasses.replace(seen.prompt, pictures=pictures))
+    TokenRecorder(tmp_path, "all", TOKENIZER, None, True).write(1, [text, seen], None)
+    shown = read_step(step_files(tmp_path)[1]).completions["pictures"]
+    assert shown[:SAMPLES] == [[]] * SAMPLES
+    assert shown[SAMPLES:] == [[thumbnail(file) for file in files]] * SAMPLES
+    TokenRecorder(tmp_path, "all", TOKENIZER, None, True).write(2, [text], None)
+    assert "pictures" not in pq.read_schema(step_files(tmp_path)[2]).names
 
 
 def test_nothing_is_written_where_nothing_is_asked_for_or_by_other_processes(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from qarl.rollout.pictures import open_picture
+from qarl.rollout.pictures import open_picture, thumbnail
 from tests.support.picture_models import drawn, encoded
 
 RED = (200, 30, 40)
@@ -69,3 +69,17 @@ def test_moving_pictures_unclear_spaces_and_bombs_are_refused():
         open_picture(encoded(solid("F", 0.5), "TIFF"))
     with pytest.raises(ValueError, match=r"^is too large to be opened"):
         open_picture(encoded(Image.new("1", (20_000, 9_000))))
+
+
+def test_thumbnails_are_small_files_of_the_same_picture():
+    """Contract: up to 128 pixels a side and 18 kB, of noise, too. A picture of few colours that is
+    as small keeps its pixels.
+    """
+    noise = thumbnail(drawn(np.random.default_rng(0), 700, 350))
+    assert len(noise) < 18_000
+    assert open_picture(noise).size == (128, 64)
+    assert len(thumbnail(drawn(np.random.default_rng(0), 128, 128))) < 18_000
+    small = Image.new("RGB", (5, 3), RED)
+    small.putpixel((1, 1), (0, 0, 0))
+    shown = open_picture(thumbnail(encoded(small)))
+    assert shown.tobytes() == small.tobytes()
