@@ -97,6 +97,10 @@ UPSTREAM = {
         "vllm/v1/worker/gpu_model_runner.py",
         "for modality, num_items, mm_kwargs_batch in group_and_batch_mm_kwargs(",
     ],
+    "smolvlm needs num2words": [
+        "transformers/models/smolvlm/processing_smolvlm.py",
+        "        if not num2words:\n            raise ImportError(",
+    ],
     "image processors import torchvision": [
         "transformers/models/qwen2_vl/image_processing_qwen2_vl.py",
         "\nfrom torchvision.transforms.v2 import functional as tvF\n",

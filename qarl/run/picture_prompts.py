@@ -5,18 +5,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoProcessor
-
 from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.words import error_text, quoted
 from qarl.quant.checkpoint.folder import read_config, tower_inputs
+from qarl.rollout.picture_processors import load_processor
 from qarl.rollout.pictures import open_picture
 from qarl.rollout.types import Pictures
 from qarl.tasks import Problem
 from qarl.tasks.base import PICTURE
 
-FAMILIES = ("idefics3",)
+FAMILIES = ("idefics3", "smolvlm")
 """Model types (config.json) whose prompts can have pictures."""
+_AXES = "its engine places a picture's tokens on three axes (M-RoPE), and the learner on one"
+_LACKING = {
+    "gemma3": "vLLM on CPUs leaves out the attention in both directions over a picture",
+    "mistral3": "transformers makes its processor only where torchvision is installed",
+    "qwen2_vl": _AXES,
+    "qwen2_5_vl": _AXES,
+    "qwen3_5": _AXES,
+    "qwen3_5_moe": _AXES,
+    "qwen3_vl": f"{_AXES}; and deeper layers take outputs of its tower, too",
+}
+"""Model type → why its prompts cannot have pictures, where that is known."""
 _MARK = "qarl"
 """Text whose loss shows that a template takes a message as parts alone."""
 
@@ -40,7 +50,7 @@ class PicturePrompts:
         self._takes = "pictures" in tower_inputs(folder)
         if most:
             self._require_family()
-        self._processor = _processor(folder) if most else None
+        self._processor = _processor(folder, self._settings["model_type"]) if most else None
 
     def chat(self, problem: Problem) -> list[dict[str, Any]]:
         """Return a problem's conversation for the chat template.
@@ -118,10 +128,11 @@ class PicturePrompts:
                 f" alone; omit it, or take a model with pictures ({families})"
             )
         if kind not in FAMILIES:
+            why = _LACKING.get(str(kind), "it was never compared with pictures in its prompts")
             raise ModelError(
                 f"rollout.pictures {self._most} with {self._folder!r}, a {kind!r}: it is trained on"
-                f" text alone; pictures in prompts are for {families}. Omit rollout.pictures, or"
-                " take one of these"
+                f" text alone, because {why}; pictures in prompts are for {families}. Omit"
+                " rollout.pictures, or take one of these"
             )
         if self._tokenizer.chat_template is None:
             raise ModelError(
@@ -164,10 +175,10 @@ def _parts(content: str) -> list[dict[str, str]]:
     return parts
 
 
-def _processor(folder: Path) -> Any:
+def _processor(folder: Path, model_type: str) -> Any:
     """Load the processor of a model's folder. Raises `ModelError` if it cannot be loaded."""
     try:
-        return AutoProcessor.from_pretrained(folder)
+        return load_processor(folder, model_type)
     except Exception as error:  # whatever its files make transformers raise
         raise ModelError(
             f"the processor of {str(folder)!r}, which makes prompts with pictures, cannot be"

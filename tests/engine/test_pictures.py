@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText
 
 from qarl.configs.schema.run import RolloutConfig
 from qarl.configs.schema.task import TaskConfig
@@ -15,6 +15,7 @@ from qarl.learner.batching import Batch, make_batch
 from qarl.learner.logprobs import token_logprobs
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.rollout.engine import EngineError
+from qarl.rollout.picture_processors import load_processor
 from qarl.rollout.pictures import open_picture
 from qarl.rollout.types import Group, Prompt, Sampling
 from qarl.rollout.vllm.engine import VllmEngine
@@ -30,11 +31,11 @@ NEW = 24
 """Tokens of a completion."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny random Idefics3."""
+@pytest.fixture(scope="module", params=["idefics3", "smolvlm"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random model of a family that takes pictures."""
     folder = tmp_path_factory.mktemp("model")
-    write_picture_model(folder)
+    write_picture_model(folder, family=request.param)
     return folder
 
 
@@ -139,7 +140,7 @@ def test_the_engine_and_transformers_see_the_same_pictures(folder: Path, tmp_pat
     engine.close()
     loader: Any = AutoModelForImageTextToText
     whole = loader.from_pretrained(folder, dtype=torch.float32)
-    processor: Any = AutoProcessor.from_pretrained(folder)
+    processor = load_processor(folder, whole.config.model_type)
     for row, prompt in enumerate(prompts):
         assert prompt.pictures is not None
         pictures = [open_picture(file) for file in prompt.pictures.files]
@@ -158,6 +159,7 @@ def test_the_engine_and_transformers_see_the_same_pictures(folder: Path, tmp_pat
         torch.testing.assert_close(actual[mask], expected[mask], rtol=0, atol=2e-4)
 
 
+@pytest.mark.parametrize("folder", ["idefics3"], indirect=True)
 def test_pictures_for_an_engine_of_text_are_refused(folder: Path, tmp_path: Path):
     model = make_model(folder, "bf16")
     engine = start_engine(model, folder, tmp_path / "start", max_prompt_tokens=512)
@@ -166,11 +168,15 @@ def test_pictures_for_an_engine_of_text_are_refused(folder: Path, tmp_path: Path
     engine.close()
 
 
+@pytest.mark.parametrize("folder", ["smolvlm"], indirect=True)
 def test_a_run_with_pictures_is_exact_and_its_export_takes_pictures(folder: Path, tmp_path: Path):
     """Contract: two steps of `qarl train`, one before and one after it is resumed; evaluation, and
     evaluation of the export in a fresh engine.
+
+    SmolVLM's, because its processor is ours and vLLM's is replaced by it.
     """
     run = tmp_path / "run"
+    settings = json.loads((folder / "config.json").read_text())
     flags: list[str | Path] = [*SMALL, "--model", folder, "--task", "drawn_shapes"]
     flags += ["--reward", "tests.support.rewards:reward", "--rollout.pictures", "1"]
     flags += ["--rollout.max_prompt_tokens", "128", "--scheme", "w8a8", "--eval.problems", "4"]
@@ -181,4 +187,5 @@ def test_a_run_with_pictures_is_exact_and_its_export_takes_pictures(folder: Path
     metrics = lines(run)
     assert [line["learn/mismatch/equal"] for line in metrics] == [1, 1]
     assert len({line["digest"] for line in metrics}) == 2
-    assert json.loads((run / "export" / "config.json").read_text())["model_type"] == "idefics3"
+    exported = json.loads((run / "export" / "config.json").read_text())
+    assert exported["model_type"] == settings["model_type"]

@@ -1,4 +1,4 @@
-"""A tiny random Idefics3 with its processor, and pictures for it."""
+"""Tiny random models with pictures, with their processors, and pictures for them."""
 
 import io
 from pathlib import Path
@@ -12,8 +12,11 @@ from transformers import (
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     Idefics3Processor,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
 )
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from qarl.embedded.recipe import ensure_tiny
 from tests.support.tensors import seeded
@@ -30,10 +33,27 @@ TEMPLATE = (
 TILE = 56
 """Width and height of what the tower encodes at once; larger pictures are cut into several."""
 PATCH = 14
+_CLASSES: dict[str, tuple[Any, Any, Any]] = {
+    "idefics3": (Idefics3Config, Idefics3ForConditionalGeneration, Idefics3ImageProcessorPil),
+    "smolvlm": (SmolVLMConfig, SmolVLMForConditionalGeneration, SmolVLMImageProcessorPil),
+}
+"""Model type → classes of its configuration, its model, and what makes its pixels."""
 
 
-def write_picture_model(folder: Path, template: str = TEMPLATE, seed: int = 0) -> None:
-    """Write a random model with every parameter drawn, its tokenizer and its processor."""
+def write_picture_model(
+    folder: Path,
+    template: str = TEMPLATE,
+    seed: int = 0,
+    longest: int = 2 * TILE,
+    family: str = "idefics3",
+) -> None:
+    """Write a random model with every parameter drawn, its tokenizer and its processor.
+
+    Args:
+        longest: longer side, in pixels, to which the processor scales a picture before it cuts it.
+        family: model type, "idefics3" or "smolvlm".
+    """
+    config_class, model_class, pixels_class = _CLASSES[family]
     tokenizer: Any = AutoTokenizer.from_pretrained(ensure_tiny("tiny-qwen3"))
     tokenizer.add_special_tokens(
         {
@@ -44,11 +64,9 @@ def write_picture_model(folder: Path, template: str = TEMPLATE, seed: int = 0) -
         }
     )
     tokenizer.chat_template = template
-    images = Idefics3ImageProcessorPil(
-        size={"longest_edge": 2 * TILE}, max_image_size={"longest_edge": TILE}
-    )
+    images = pixels_class(size={"longest_edge": longest}, max_image_size={"longest_edge": TILE})
     processor = Idefics3Processor(images, tokenizer, image_seq_len=(TILE // PATCH) ** 2 // 4)
-    config = Idefics3Config(
+    config = config_class(
         text_config={
             "model_type": "llama",
             "vocab_size": 640,
@@ -77,7 +95,7 @@ def write_picture_model(folder: Path, template: str = TEMPLATE, seed: int = 0) -
         tie_word_embeddings=False,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model = Idefics3ForConditionalGeneration(config).float()
+    model = model_class(config).float()
     generator = seeded(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -89,6 +107,9 @@ def write_picture_model(folder: Path, template: str = TEMPLATE, seed: int = 0) -
         model.lm_head.weight.mul_(3)  # distributions with peaks, at which mismatch shows
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
+    if family == "smolvlm":  # whose own processor cannot be made without videos
+        for file in folder.glob("*_config.json"):
+            file.write_text(file.read_text().replace("Idefics3Processor", "SmolVLMProcessor"))
 
 
 def encoded(picture: Any, form: str = "PNG") -> bytes:

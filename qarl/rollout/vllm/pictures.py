@@ -10,11 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from vllm.model_executor.models.smolvlm import SmolVLMProcessingInfo
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.v1.worker import gpu_model_runner
 
 from qarl.rollout.engine import EngineError
+from qarl.rollout.picture_processors import SmolVlmProcessor
 from qarl.rollout.pictures import open_picture
 from qarl.rollout.types import EmbeddedPictures, Prompt
 
@@ -30,6 +32,7 @@ def picture_arguments(most: int) -> dict[str, Any]:
     vLLM would encode the largest picture at its start to see how much memory that takes. The cache
     has a size in bytes, so nothing depends on it.
     """
+    _load_processors_of_ours()
     return {
         "limit_mm_per_prompt": {_PICTURES: most},
         "mm_processor_cache_gb": _CACHE_GIB,
@@ -45,6 +48,21 @@ def picture_input(prompt: Prompt) -> dict[str, Any]:
         "prompt_token_ids": list(prompt.pictures.token_ids),
         "multi_modal_data": {_PICTURES: pictures},
     }
+
+
+def _load_processors_of_ours() -> None:
+    """Make vLLM load the processors that `load_processor` loads. Idempotent.
+
+    vLLM 0.32 asks for transformers' class of SmolVLM's by name. Remove this when that can be made
+    without torchvision and num2words.
+    """
+
+    def processor(self: Any, **more: Any) -> SmolVlmProcessor:
+        return self.ctx.get_hf_processor(SmolVlmProcessor, **more)
+
+    info: Any = SmolVLMProcessingInfo
+    assert "get_hf_processor" in vars(info), "vLLM no longer asks for SmolVLM's processor there"
+    info.get_hf_processor = processor
 
 
 class Tower:
