@@ -3,6 +3,7 @@
 tests/engine/test_families.py compares with what an engine samples.
 """
 
+import importlib.util
 import json
 import re
 from dataclasses import replace
@@ -15,10 +16,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText
+from transformers.utils import is_torchvision_available
 
 from qarl.quant.checkpoint.load import load_masters, model_skeleton
 from qarl.quant.checkpoint.whole import Whole, read_whole, whole_of
 from qarl.sync.export import export_checkpoint, export_masters
+from tests.support.kernels import no_cuda
 from tests.support.models import low_bit, randomize, some_tokens
 from tests.support.tensors import seeded
 
@@ -211,3 +214,24 @@ def whole_prefix(tensors: dict[str, torch.Tensor]) -> str:
     """Return what stands before "embed_tokens.weight" in a checkpoint's names."""
     (name,) = [name for name in tensors if name.endswith("embed_tokens.weight")]
     return name.removesuffix("embed_tokens.weight")
+
+
+@no_cuda
+def test_vllms_classes_import_beside_a_stand_in_for_torchvision():
+    """Contract: a class whose image processors import torchvision in all its forms is imported;
+    elsewhere torchvision is as missing as before.
+    """
+    if importlib.util.find_spec("torchvision") is not None:
+        pytest.skip("torchvision is installed; this is about machines without it")
+    from vllm.model_executor.models import registry
+
+    from qarl.quant.kernels.vllm_gpu import load_plugins
+
+    load_plugins()
+    for name in ("InternVLForConditionalGeneration", "Gemma4ForConditionalGeneration"):
+        entry = registry._MULTIMODAL_MODELS[name]
+        lazy = registry._LazyRegisteredModel(f"vllm.model_executor.models.{entry[0]}", entry[1])
+        assert lazy.load_model_cls().__name__ == name.replace("InternVL", "InternS1")
+    with pytest.raises(ImportError):
+        importlib.import_module("torchvision")
+    assert not is_torchvision_available()
