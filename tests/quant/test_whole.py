@@ -8,6 +8,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import ANY
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoModelForImageTextToText
 from transformers.utils import is_torchvision_available
 
@@ -71,6 +73,11 @@ WHOLES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {},
     ),
     "SmolVLMConfig": ({"model_type": "llama"}, TOWER, {"scale_factor": 2}),
+    "LlavaNextConfig": (
+        {"model_type": "llama"},
+        {**TOWER, "model_type": "clip_vision_model", "projection_dim": 32},
+        {},
+    ),
 }
 """Configuration's class → changes of its language model, its tower, and other fields."""
 wholes = pytest.mark.parametrize(
@@ -214,6 +221,23 @@ def whole_prefix(tensors: dict[str, torch.Tensor]) -> str:
     """Return what stands before "embed_tokens.weight" in a checkpoint's names."""
     (name,) = [name for name in tensors if name.endswith("embed_tokens.weight")]
     return name.removesuffix("embed_tokens.weight")
+
+
+@no_cuda
+def test_a_models_own_parameters_are_a_towers():
+    """Contract: LLaVA-NeXT's `image_newline` belongs to the whole's class itself; no layer of the
+    language model is left out with it.
+    """
+    from qarl.quant.kernels.engine_layers import without_towers
+
+    parts = SimpleNamespace(tower_model=["vision_tower"], connector=["projector"])
+    model = nn.Module()
+    model.image_newline = nn.Parameter(torch.zeros(4))
+    model.vision_tower = nn.Linear(2, 2)
+    model.projector_head = nn.Linear(2, 2)
+    assert [name for name, _ in without_towers(model)] == ["", "vision_tower", "projector_head"]
+    model.get_mm_mapping = lambda: parts  # type: ignore[assignment]
+    assert [name for name, _ in without_towers(model)] == ["projector_head"]
 
 
 @no_cuda

@@ -25,12 +25,19 @@ from qarl.quant.checkpoint.families import SWIGLUOAI
 
 
 def refuse_unknown(
-    name: str, module: Any, sources: Mapping[tuple[str, str], Collection[str]]
+    name: str,
+    module: Any,
+    sources: Mapping[tuple[str, str], Collection[str]],
+    towers: Collection[str] = (),
 ) -> None:
     """Raise `GraphError` for a module of vLLM's for which the learner has no gradient.
 
-    sources: what is loaded into each parameter (`quant.graph.loading`).
+    sources: what is loaded into each parameter (`quant.graph.loading`). towers: names of what is
+    beside the language model, among them parameters of the whole model's own, which text does not
+    read (`image_newline`).
     """
+    if not name and {key for key, p in module._parameters.items() if p is not None} <= {*towers}:
+        return
     needed = _needed(name, module, sources)
     if needed:
         raise GraphError(

@@ -37,12 +37,14 @@ def operator_kind(module: nn.Module) -> str:
 def without_towers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield name and module of vLLM's model, without its parts for pictures or sound.
 
-    They are frozen, and no other part of the code has layers for them.
+    They are frozen, and no other part of the code has layers for them. Nor has it for the model as
+    a module, whose own parameters belong to such a part (LLaVA-NeXT's `image_newline`).
     """
     mapping = model.get_mm_mapping() if hasattr(model, "get_mm_mapping") else None  # type: ignore[operator]
     parts = () if mapping is None else (*mapping.tower_model, *mapping.connector)
     for name, module in model.named_modules():
-        if not any(name == part or name.startswith(f"{part}.") for part in parts):
+        is_own = mapping is not None and not name
+        if not is_own and not any(name == part or name.startswith(f"{part}.") for part in parts):
             yield name, module
 
 

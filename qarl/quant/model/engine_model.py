@@ -66,7 +66,7 @@ def engine_model(
     embeddings = []
     modules = dict(skeleton.module.named_modules())
     for name, module in modules.items():
-        refuse_unknown(name, module, sources)
+        refuse_unknown(name, module, sources, () if whole is None else whole.towers)
         not_by_ranks = not_by_ranks or undivided(name, module)
         multiplies = isinstance(module, LinearBase) and not is_convolution(module)
         if keeps_state(module):
