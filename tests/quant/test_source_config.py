@@ -27,6 +27,9 @@ _SOURCES: list[dict[str, Any]] = [
     {"model_type": "cohere2", "rope_theta": 5e4, "sliding_window_pattern": 2},
     {"model_type": "minimax_m2", "rope_theta": 5e6, "scoring_func": "sigmoid"},
     {"model_type": "nemotron_h", "hybrid_override_pattern": "M-M*"},
+    {"model_type": "mimo_v2_flash", "hybrid_layer_pattern": [0, 1, 1, 0], "swa_head_dim": 16},
+    {"model_type": "hy_v3", "first_k_dense_replace": 1, "route_norm": True},
+    {"model_type": "jais2", "layer_plan": [{"heads": None}, {"heads": 2}], "is_scaled": False},
 ]
 
 
