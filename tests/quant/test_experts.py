@@ -92,6 +92,8 @@ routings = pytest.mark.parametrize("routing", ROUTINGS)
 
 @no_cuda
 def test_experts_of_unknown_forms_are_refused():
+    from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+
     from qarl.quant.kernels.vllm_cpu.experts import PerExpertMethod
 
     usual = {
@@ -102,11 +104,12 @@ def test_experts_of_unknown_forms_are_refused():
     }
     for name in usual:
         form = SimpleNamespace(**usual | {name: not usual[name]})
+        layer: Any = SimpleNamespace(**vars(form), moe_config=form, activation=MoEActivation.SILU)
         with pytest.raises(
             ValueError,
             match="mlp: per-expert products cover gated experts without bias",
         ):
-            PerExpertMethod(Any, SimpleNamespace(**vars(form), moe_config=form), "mlp", False)  # type: ignore[arg-type]
+            PerExpertMethod(Any, layer, "mlp", False)  # type: ignore[arg-type]
 
 
 @no_cuda

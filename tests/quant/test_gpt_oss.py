@@ -54,7 +54,9 @@ def theirs(seed: int = 0) -> Any:
     return experts
 
 
-def ours(experts: Any, kernel: str, dtype: torch.dtype) -> RoutedLowBitExperts:
+def ours(
+    experts: Any, kernel: str, dtype: torch.dtype, scheme: str = "bf16"
+) -> RoutedLowBitExperts:
     """Return the learner's layer over the same parameters."""
     shape = experts_shape(experts, ExpertLayout(stacked=True), CONFIG)
     masters = [nn.Parameter(experts.get_parameter(name).detach().clone()) for name in NAMES]
@@ -63,7 +65,7 @@ def ours(experts: Any, kernel: str, dtype: torch.dtype) -> RoutedLowBitExperts:
         masters[0],
         masters[1],
         shape,
-        get_scheme("bf16"),
+        get_scheme(scheme),
         LayerContext(dtype, kernel),
         tuple(masters[2:]),
     )
@@ -119,7 +121,51 @@ def test_the_checkpoint_is_transformers():
     assert all(torch.equal(stream[name], expected[name]) for name in expected)
 
 
-def test_quantized_experts_are_refused_and_attention_alone_is_not():
+@no_cuda
+@pytest.mark.parametrize("scheme", ["w4a16-g32", "w8a8", "fp8"])
+def test_quantized_experts_multiply_their_codes(scheme: str):
+    """Contract: vLLM's layers have the matrices' codes, both biases and the gate, and a token's
+    output does not depend on those beside it. The bound is that of two roundings to bfloat16, which
+    turn codes of activations.
+    """
+    reference = theirs()
+    layer = ours(reference, "vllm", torch.bfloat16, scheme)
+    formula = ours(reference, "reference", torch.bfloat16, scheme)
+    weights, index = routed(23, layer.shape)
+    x = normal(23, 64, seed=3).bfloat16()
+    with torch.no_grad():
+        y = layer(x, index, weights)
+        expected = formula(x, index, weights).float()
+        alone = [layer(x[n : n + 1], index[n : n + 1], weights[n : n + 1]) for n in range(23)]
+    assert relative_error(y.float(), expected) < 0.02
+    assert torch.equal(y, torch.cat(alone))
+
+
+@pytest.mark.parametrize(
+    ("scheme", "names"),
+    [
+        ("w4a16-g32", ["w13_weight_packed", "w13_weight_scale"]),
+        ("w8a8", ["w13_weight", "w13_weight_scale"]),
+    ],
+)
+def test_quantized_experts_have_the_names_of_vllms_loader(scheme: str, names: list[str]):
+    """Contract: one tensor an expert, and both biases stacked as in an unquantized checkpoint."""
+    model = randomize(GptOssForCausalLM(CONFIG))
+    stream = {
+        item.name: item.tensor
+        for item in low_bit(model, scheme, operators="transformers").low_bit_tensors()
+    }
+    experts = "model.layers.1.mlp.experts"
+    expected = [f"{experts}.{number}.{name}" for number in range(5) for name in names]
+    assert [name for name in stream if "w13" in name and name.startswith(experts)] == expected
+    assert stream[f"{experts}.gate_up_proj_bias"].shape == (5, 192)
+    assert f"{experts}.gate_up_proj" not in stream
+
+
+def test_quantized_experts_are_refused_on_gpus_and_attention_alone_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with torch.device("meta"):
         model = GptOssForCausalLM(CONFIG)
     with pytest.raises(SchemeError, match=r"experts 'model\.layers\.0\.mlp\.experts', which have"):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -25,7 +26,7 @@ def plan_layers(
     """Return the scheme of every matrix.
 
     Raises `SchemeError` for a model that cannot be trained, for what `make_plan` refuses, for
-    matrices whose shape does not fit their scheme, and for quantized experts with biases.
+    matrices whose shape does not fit their scheme, and on GPUs for quantized experts with biases.
 
     Args:
         model: may be on the meta device, because only names, kinds and shapes are read.
@@ -92,7 +93,9 @@ def router_names(model: PreTrainedModel, experts: dict[str, nn.Module]) -> list[
 
 
 def _refuse_biased_experts(model: PreTrainedModel, plan: LayerPlan) -> None:
-    """Raise `SchemeError` if the plan quantizes experts with biases (gpt-oss)."""
+    """Raise `SchemeError` if the plan quantizes experts with biases (gpt-oss) on a GPU."""
+    if not torch.cuda.is_available():
+        return
     family = names_of(model.config)
     for name, experts in fused_experts(model):
         layer = family.checkpoint_name(name)
@@ -100,10 +103,9 @@ def _refuse_biased_experts(model: PreTrainedModel, plan: LayerPlan) -> None:
         if is_gpt_oss(experts) and scheme.quantization is not None:
             raise SchemeError(
                 f"scheme {scheme.name!r} would quantize the experts {layer!r}, which have biases:"
-                " vLLM has no product of low-bit experts with biases on CPUs, and QaRL makes no"
-                " checkpoint of them; leave the experts in the compute dtype by a layer rule"
-                " (--layers '*.experts.*=bf16'), which quantizes attention alone, or take scheme"
-                " bf16"
+                " QaRL has their low-bit products on CPUs alone; leave the experts in the compute"
+                " dtype by a layer rule (--layers '*.experts.*=bf16'), which quantizes attention"
+                " alone, or take scheme bf16"
             )
 
 

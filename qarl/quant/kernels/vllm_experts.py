@@ -75,7 +75,7 @@ def vllm_experts(
     """
     experts = empty_experts(layer, shape, weights.device, config, quant_config)
     if shape.biased:
-        _copy_stacks(experts, weights, biases)
+        _copy_gpt_oss(experts, shape, weights, biases)
     else:
         for _ in experts.load_weights(weights.tensors(shape.layout)):
             pass  # The loader is a generator, which loads while it is read.
@@ -84,16 +84,19 @@ def vllm_experts(
     return VllmExperts(experts)
 
 
-def _copy_stacks(experts: Any, weights: LowBitExperts, biases: Sequence[torch.Tensor]) -> None:
-    """Copy unquantized experts with biases into vLLM's module, as gpt-oss's own loader does.
+def _copy_gpt_oss(
+    experts: Any, shape: ExpertsShape, weights: LowBitExperts, biases: Sequence[torch.Tensor]
+) -> None:
+    """Copy experts with biases into vLLM's module, as gpt-oss's own loader does.
 
     Rows of gate and up alternate there, too.
     """
-    assert weights.stacks is not None, "unquantized experts are materialized stack by stack"
-    for prefix, stack, bias in zip(("w13", "w2"), weights.stacks, biases, strict=True):
-        weight = getattr(experts, f"{prefix}_weight")
-        weight.data.copy_(stack.codes.view(weight.shape))
+    for prefix, bias in zip(("w13", "w2"), biases, strict=True):
         getattr(experts, f"{prefix}_bias").data.copy_(bias)
+    for name, tensor in weights.tensors(shape.layout):
+        number, _, own_name = name.partition(".")
+        target = getattr(experts, own_name).data[int(number)]
+        target.copy_(tensor.reshape(target.shape))
 
 
 def empty_experts(

@@ -42,7 +42,17 @@ class LowBitExpert:
         return LowBitExpert(gate.stacked_on(up), self.down.columns(rank, ranks))
 
     def tensors(self, layout: ExpertLayout) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield ("gate_proj.weight_packed", tensor) and so on: views of what the forward uses."""
+        """Yield ("gate_proj.weight_packed", tensor) and so on: views of what the forward uses.
+
+        Of gpt-oss, whose rows of gate and up alternate, they are ("w13_weight_packed", tensor) and
+        so on, the names that vLLM's loader has for one expert's tensors.
+        """
+        if layout.transposed:
+            for name, matrix in (("w13", self.gate_up), ("w2", self.down)):
+                for suffix, tensor in matrix.tensors():
+                    if suffix != "weight_shape":  # that loader does not know it
+                        yield f"{name}_{suffix}", tensor
+            return
         parts = (self.gate, self.up, self.down)
         for projection, part in zip(layout.projections, parts, strict=True):
             for suffix, tensor in part.tensors():

@@ -6,6 +6,7 @@ experts.
 
 Each expert's two products go through the dense low-bit layer that vLLM itself builds for the
 scheme: gate and up projection merged into one, then the gated activation, then the down projection.
+gpt-oss's have biases, which these layers add; its gate is computed in fp32 and rounded once.
 This is registered as the `compressed-tensors` config, whose other layers keep vLLM's methods.
 Remove it when vLLM's own method selection (`CompressedTensorsMoEMethod.get_moe_method`) finds a
 backend on every CPU that treats activations as the scheme says.
@@ -24,7 +25,7 @@ from vllm.model_executor.layers.fused_moe import (
     RoutedExperts,
     UnquantizedFusedMoEMethod,
 )
-from vllm.model_executor.layers.fused_moe.activation import apply_moe_activation
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
@@ -32,14 +33,21 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 from vllm.utils.torch_utils import set_default_torch_dtype
 
+from qarl.quant.checkpoint.families import SWIGLUOAI
 from qarl.quant.kernels.experts_loop import sum_over_experts
+from qarl.quant.kernels.gates import gate_of
 from qarl.quant.kernels.vllm_layers import drop_loaders
 
 _PREFIXES = {"w13": ("w1", "w3"), "w2": ("w2",)}
 """vLLM's name of each of an expert's matrices → vLLM's names of the shards stacked in it.
 
-The first matrix has gate and up, the second down.
+The first matrix has gate and up, the second down. gpt-oss's loader takes each as a whole.
 """
+
+
+_SHAPE = "weight_shape"
+"""Name of the tensor with a packed matrix's own sizes."""
+_gated = gate_of(SWIGLUOAI)
 
 
 class PerExpertConfig(CompressedTensorsConfig):
@@ -88,20 +96,21 @@ class PerExpertMethod(FusedMoEMethodBase):
                 default dtype, as those for FP8 do.
 
         Raises:
-            ValueError: the experts have a bias or no gate, are weighted before the down projection,
-                or run with expert parallelism.
+            ValueError: the experts have no gate, or a bias beside another gate than gpt-oss's, are
+                weighted before the down projection, or run with expert parallelism.
         """
         super().__init__(layer.moe_config)
         moe = layer.moe_config
+        self._alternates = layer.activation == MoEActivation.SWIGLUOAI
         if (
-            moe.has_bias
+            moe.has_bias != self._alternates
             or not moe.is_act_and_mul
             or layer.use_ep
             or layer.apply_router_weight_on_input
         ):
             raise ValueError(
-                f"{prefix}: per-expert products cover gated experts without bias, weighted after"
-                " the down projection, without expert parallelism"
+                f"{prefix}: per-expert products cover gated experts without bias and gpt-oss's,"
+                " weighted after the down projection, without expert parallelism"
             )
         self._config = config
         self.reads_default_dtype = reads_default_dtype
@@ -130,9 +139,12 @@ class PerExpertMethod(FusedMoEMethodBase):
             with torch.device("meta"):
                 template = self._linear(prefix, 0)
             for name, like in template.named_parameters():
+                # gpt-oss's loader does not know this one
+                if name == _SHAPE and self._alternates:
+                    continue
                 # Each shard has its own weight_shape. vLLM's reload counts the elements that it
                 # loads, so the parameter must have room for all of them.
-                shape = (2 * len(shards),) if name == "weight_shape" else like.shape
+                shape = (2 * len(shards),) if name == _SHAPE else like.shape
                 stacked = torch.empty(num_experts, *shape, dtype=like.dtype)
                 parameter = nn.Parameter(stacked, requires_grad=False)
                 loader = _loader(shards, self.moe.tp_rank, self.moe.tp_size)
@@ -175,6 +187,8 @@ class PerExpertMethod(FusedMoEMethodBase):
 
         def output(expert: int, inputs: torch.Tensor) -> torch.Tensor:
             merged = self.dense["w13"][expert](inputs)
+            if self._alternates:
+                return self.dense["w2"][expert](_gated(merged.float()).to(merged.dtype))
             hidden = torch.empty(len(inputs), merged.shape[1] // 2, dtype=merged.dtype)
             apply_moe_activation(layer.activation, hidden, merged)
             return self.dense["w2"][expert](hidden)
@@ -188,7 +202,7 @@ class PerExpertMethod(FusedMoEMethodBase):
         with set_default_torch_dtype(self._dtype) if reads else nullcontext():
             return ReplicatedLinear(
                 *self._shapes[prefix],
-                bias=False,
+                bias=self._alternates,
                 params_dtype=self._dtype,
                 quant_config=self._config,
                 prefix=self._names[prefix].format(expert),
@@ -203,8 +217,10 @@ class PerExpertMethod(FusedMoEMethodBase):
         linear = self._linear(prefix, expert)
         inputs, outputs = self._shapes[prefix]
         for name, stacked in loaded.items():
-            value = torch.tensor((outputs, inputs)) if name == "weight_shape" else stacked[expert]
-            getattr(linear, name).data.copy_(value)
+            if name != _SHAPE:
+                getattr(linear, name).data.copy_(stacked[expert])
+        if hasattr(linear, _SHAPE):
+            getattr(linear, _SHAPE).data.copy_(torch.tensor((outputs, inputs)))
         linear.quant_method.process_weights_after_loading(linear)
         drop_loaders(linear)
         return linear
@@ -212,6 +228,8 @@ class PerExpertMethod(FusedMoEMethodBase):
 
 def _loader(shards: tuple[str, ...], rank: int, ranks: int) -> Callable[..., bool]:
     """Return vLLM's loader of a stacked parameter, in which a shard fills its part of the rows.
+
+    Other shards than `shards` are gpt-oss's, and fill all rows.
 
     rank: number of this process among the `ranks` tensor-parallel ones. It takes its own rows or
     columns of a shard.
@@ -225,7 +243,9 @@ def _loader(shards: tuple[str, ...], rank: int, ranks: int) -> Callable[..., boo
         expert_id: int,
         return_success: bool = False,
     ) -> bool:
-        target = param.data[expert_id].chunk(len(shards))[shards.index(shard_id)]
+        target = param.data[expert_id]
+        if shard_id in shards:
+            target = target.chunk(len(shards))[shards.index(shard_id)]
         for dim, size in enumerate(target.shape[: loaded_weight.ndim]):
             if ranks > 1 and loaded_weight.shape[dim] == ranks * size:
                 loaded_weight = loaded_weight.narrow(dim, rank * size, size)
