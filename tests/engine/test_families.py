@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import qarl.rollout.vllm.engine as engines
-from benchmarks.families import measure, write_model
+from benchmarks.families import measure
+from benchmarks.family_models import write_model
 from qarl.configs.schema.run import RolloutConfig
 from qarl.rollout.engine import EngineError
 from qarl.rollout.types import Prompt, Sampling
