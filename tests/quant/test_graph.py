@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
     BloomConfig,
+    AXK1Config,
     BloomForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -20,6 +21,7 @@ from transformers import (
     MambaConfig,
     OlmoHybridConfig,
     Zamba2Config,
+    MiMoV2FlashConfig,
 )
 
 from qarl.configs.errors import GraphError, NoEngineModelError
@@ -208,6 +210,21 @@ ZAMBA = {
         ),
     ],
     ids=lambda value: type(value).__name__ if hasattr(value, "model_type") else "",
+        (
+            MiMoV2FlashConfig(**SIZES, n_routed_experts=4, num_experts_per_tok=2),
+            r"it reads 'hybrid_layer_pattern' of config\.json, of which.*; add the field as",
+        ),
+        (
+            AXK1Config(
+                **{**SIZES, "num_key_value_heads": 4, **LATENT},
+                n_routed_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=64,
+                n_group=1,
+                topk_group=1,
+            ),
+            r"AXK1ForCausalLM has a norm 'model\.layers\.0\.post_mlp_layernorm', for which",
+        ),
 )
 def test_a_model_that_vllm_does_not_run_is_refused_with_its_reason(config: Any, words: str):
     """Contract: `qarl schemes` and a run's checks say so from the configuration alone, though

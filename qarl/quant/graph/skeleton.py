@@ -8,6 +8,7 @@ layers of its own, and code that reads a weight directly fails loudly.
 import contextlib
 import json
 import logging
+import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,10 @@ _GPU_LAYERS = {
 """Architecture → layers of it for which vLLM 0.32 has Triton kernels alone. On a CPU it fails on
 something else before it reaches them.
 """
+
+
+_MISSING_FIELD = re.compile(r"'(\w+Config)' object has no attribute '(\w+)'")
+"""Error of a field that vLLM reads and transformers' class of the configuration lacks."""
 
 
 class Skeleton:
@@ -197,6 +202,12 @@ def _reason(error: Exception) -> str:
     reason of the last that was asked.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    missing = _MISSING_FIELD.search(str(error)) if isinstance(error, AttributeError) else None
+    if missing:
+        return (
+            f"it reads {missing[2]!r} of config.json, of which transformers' {missing[1]} has none;"
+            " add the field as the model's publisher has it"
+        )
     kernels = [line for line in lines if "cannot implement due to: " in line]
     if kernels:
         return f"{lines[0].partition('. ')[0]}: {kernels[-1].partition('due to: ')[2]}"
@@ -205,6 +216,8 @@ def _reason(error: Exception) -> str:
         for line in lines
         if "Value error, " in line
     )
+    if lines and lines[0].endswith(":"):  # the reason stands on the second line
+        lines = [" ".join(lines[:2])]
     return next(own, lines[0] if lines else error_text(error)).rstrip(".")
 
 

@@ -9,7 +9,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
+from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import (
@@ -31,6 +33,7 @@ from qarl.quant.graph.kinds import is_convolution, keeps_state, refuse_unknown, 
 from qarl.quant.graph.loading import trace_loading
 from qarl.quant.graph.router_log import RouterLog
 from qarl.quant.graph.skeleton import build_skeleton
+from qarl.quant.kernels.engine_layers import without_towers
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.layers import Divided, EngineModel, Layers
 
@@ -65,6 +68,7 @@ def engine_model(
     heads = []
     embeddings = []
     modules = dict(skeleton.module.named_modules())
+    _refuse_unloaded(skeleton.module, architecture, sources)
     for name, module in modules.items():
         refuse_unknown(name, module, sources, () if whole is None else whole.towers)
         not_by_ranks = not_by_ranks or undivided(name, module)
@@ -123,6 +127,24 @@ def engine_model(
         heads=tuple(heads or embeddings[:1]),
         embedding=embeddings[0] if embeddings else "",
     )
+
+
+def _refuse_unloaded(
+    engine: nn.Module, architecture: str, sources: Mapping[tuple[str, str], Collection[str]]
+) -> None:
+    """Raise `NoEngineModelError` for a norm into whose weight no tensor of the checkpoint goes.
+
+    An engine would sample by whatever its memory held.
+    """
+    for name, module in without_towers(engine):
+        is_norm = isinstance(module, CustomOp) and "Norm" in type(module).__name__
+        weight = module._parameters.get("weight")
+        if is_norm and weight is not None and not sources.get((name, "weight")):
+            raise NoEngineModelError(
+                f"vLLM's {architecture} has a norm {name!r}, for which a checkpoint of this model"
+                " has no weight: vLLM's class and transformers' are of different models; take"
+                " another model"
+            )
 
 
 def _refuse_shared_head(
