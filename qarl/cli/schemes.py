@@ -311,7 +311,7 @@ def checkpoint_bytes(
 
     itemsize: bytes of a value in the compute dtype. Raises `SchemeError` if a shape does not fit.
     """
-    from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
+    from qarl.quant.checkpoint.shapes import plan_layers
     from qarl.quant.schemes import get_scheme
 
     if model is None:
@@ -319,9 +319,7 @@ def checkpoint_bytes(
         quantized = SCHEME_SPECS[scheme.name].weight_bytes(REFERENCE_SHAPE, itemsize)
         return quantized / (rows * columns), None
     plan = plan_layers(model, scheme if scheme.quantization else get_scheme("w8a8"))
-    shapes = [
-        shape for name, shape in weight_shapes(model).items() if plan.schemes[name].quantization
-    ]
+    shapes = [shape for name, shape in plan.shapes.items() if plan.schemes[name].quantization]
     quantized = sum(SCHEME_SPECS[scheme.name].weight_bytes(shape, itemsize) for shape in shapes)
     parameters = sum(rows * columns for rows, columns in shapes)
     others = sum(p.numel() for p in model.parameters()) - parameters

@@ -11,7 +11,6 @@ from qarl.configs.words import sized
 from qarl.planning.memory import ITEMSIZE
 from qarl.planning.shapes import counted_parameters
 from qarl.quant.checkpoint.folder import tensor_shapes
-from qarl.quant.checkpoint.shapes import weight_shapes
 from qarl.quant.schemes import is_protected
 from qarl.report.run_folder import new_path
 from qarl.run.policy import Architecture
@@ -53,7 +52,7 @@ def export_bytes(config: RunConfig, architecture: Architecture) -> int:
     """Return the size of one deployable checkpoint in bytes: codes, scales, and what is left in the
     compute dtype.
     """
-    shapes = weight_shapes(architecture.skeleton)
+    shapes = architecture.layers.shapes
     itemsize = ITEMSIZE[config.dtype]
     codes = 0
     unquantized = parameters_of(architecture.folder)

@@ -14,7 +14,7 @@ from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.quant.checkpoint.folder import DELTA_NETS, rounding_layers
 from qarl.quant.checkpoint.plan import LayerPlan
-from qarl.quant.checkpoint.shapes import expert_modules, weight_shapes
+from qarl.quant.checkpoint.shapes import expert_modules
 from qarl.quant.checkpoint.whole import served_settings
 from qarl.quant.kernels.cpu_attention import require_head_size
 from qarl.quant.kernels.supported import require_cache, require_support
@@ -71,15 +71,15 @@ def require_layers(config: RunConfig, model: PreTrainedModel, layers: LayerPlan)
     if on_cpu:
         require_states(config, model.config.get_text_config())
     if config.engine_here and has_vllm():
-        require_engine_model(model, COMPUTE_DTYPES[config.dtype])
+        require_engine_model(model, layers, COMPUTE_DTYPES[config.dtype])
         quantization = layers.quantization_config(config.quantization.kv_cache)
         if quantization is not None and on_cpu:
-            require_engine_model(model, COMPUTE_DTYPES[config.dtype], quantization)
+            require_engine_model(model, layers, COMPUTE_DTYPES[config.dtype], quantization)
     if config.rollout.tensor_parallel_size > 1 and has_vllm():
         require_divisible(config, model, layers)
     check_scale_rule(config.quantization.scale, layers)
     if isinstance(config.learner.lora, LoraConfig):
-        adapted_weights(weight_shapes(model), model.config.model_type, config.learner.lora)
+        adapted_weights(layers.shapes, model.config.model_type, config.learner.lora)
     experts = tuple(f"{name}." for name in expert_modules(model))
     if experts and batch_invariant():
         raise ConfigError(
@@ -94,7 +94,10 @@ def require_layers(config: RunConfig, model: PreTrainedModel, layers: LayerPlan)
 
 
 def require_engine_model(
-    model: PreTrainedModel, dtype: torch.dtype, quantization: dict[str, Any] | None = None
+    model: PreTrainedModel,
+    layers: LayerPlan,
+    dtype: torch.dtype,
+    quantization: dict[str, Any] | None = None,
 ) -> None:
     """Raise `NoEngineModelError` with vLLM's reason if it has no such model on this machine, or if
     its class does not heed a setting of the model's.
@@ -103,6 +106,7 @@ def require_engine_model(
 
     Args:
         model: the model, which may be on the meta device.
+        layers: the scheme and the shape of each of its layers.
         dtype: the engine's compute dtype.
         quantization: the checkpoint's `quantization_config`. None: unquantized.
     """
@@ -113,7 +117,7 @@ def require_engine_model(
     if read_answer("engine model", question):
         return
     if quantization is None:
-        _require_loadable(model, dtype)
+        _require_loadable(model, layers, dtype)
     else:
         from qarl.quant.graph.skeleton import build_skeleton
 
@@ -122,12 +126,12 @@ def require_engine_model(
     keep_answer("engine model", question, True)
 
 
-def _require_loadable(model: PreTrainedModel, dtype: torch.dtype) -> None:
+def _require_loadable(model: PreTrainedModel, layers: LayerPlan, dtype: torch.dtype) -> None:
     """Raise `NoEngineModelError` if vLLM has no model that is this one, in the compute dtype."""
-    from qarl.quant.model.engine_model import checkpoint_tensors, engine_model
+    from qarl.quant.model.engine_model import engine_model
 
     try:
-        engine_model(model, checkpoint_tensors(model, weight_shapes(model)), dtype)
+        engine_model(model, layers.shapes, dtype)
     except NoEngineModelError:
         raise
     except GraphError:
@@ -139,13 +143,12 @@ def require_divisible(config: RunConfig, model: PreTrainedModel, layers: LayerPl
 
     model: the model, which may be on the meta device. layers: the scheme of each of its layers.
     """
-    from qarl.quant.model.engine_model import checkpoint_tensors, engine_model
+    from qarl.quant.model.engine_model import engine_model
 
-    shapes = weight_shapes(model)
     dtype = COMPUTE_DTYPES[config.dtype]
-    engine = engine_model(model, checkpoint_tensors(model, shapes), dtype)
+    engine = engine_model(model, layers.shapes, dtype)
     ranks = config.rollout.tensor_parallel_size
-    require_ranks(ranks, engine, model.config.get_text_config(), layers, shapes, dtype)
+    require_ranks(ranks, engine, model.config.get_text_config(), layers, layers.shapes, dtype)
 
 
 def require_servers_of_ranks(config: RunConfig) -> None:

@@ -488,7 +488,7 @@ def test_reported_crossings_and_flips_are_those_of_masters_and_codes(scheme: str
         if t.name.endswith("weight_scale")
     ]
     assert sum(map(len, differ.values())) == sum(
-        math.prod(model.shapes[layer]) for layer in published
+        math.prod(model.plan.shapes[layer]) for layer in published
     )
     if differ:
         flipped = float(torch.cat([*differ.values()]).double().mean())

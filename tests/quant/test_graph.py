@@ -26,6 +26,7 @@ from transformers import (
 
 from qarl.configs.errors import GraphError, NoEngineModelError
 from qarl.preflight.support import require_engine_model
+from qarl.quant.checkpoint.shapes import plan_layers
 from qarl.quant.graph import operators
 from qarl.quant.kernels import vllm as vllm_kernels
 from qarl.quant.layers.context import LayerContext
@@ -233,7 +234,7 @@ def test_a_model_that_vllm_does_not_run_is_refused_with_its_reason(config: Any, 
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
     with pytest.raises(NoEngineModelError, match=words):
-        require_engine_model(empty, torch.bfloat16)
+        require_engine_model(empty, plan_layers(empty, get_scheme("bf16")), torch.bfloat16)
     answer = agreement(empty, torch.bfloat16)
     assert answer.level == "no engine"
     assert re.search(words, answer.reason)

@@ -52,8 +52,13 @@ def rules(text: str) -> Sequence[LayerRule]:
     return load_config(None, {"layers": text}).layers
 
 
+def shaped(layers: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """Return layers with a shape that each scheme takes."""
+    return dict.fromkeys(layers, (128, 128))
+
+
 def plan_of(text: str, main: str = "w4a16", layers: Sequence[str] = DENSE) -> LayerPlan:
-    return make_plan(get_scheme(main), rules(text), layers, FIXED)
+    return make_plan(get_scheme(main), rules(text), shaped(layers), FIXED)
 
 
 def of(plan: LayerPlan, pattern: str) -> set[str]:
@@ -136,9 +141,9 @@ def test_rules_resolve_as_a_plain_loop_would(chosen: list[tuple[str, str]], main
     listed = [LayerRule(match=p, scheme=s) for p, s in chosen]
     if shadowed or (main not in expected.values() and main != "bf16"):
         with pytest.raises(SchemeError, match="changes nothing" if shadowed else "quantizes none"):
-            make_plan(get_scheme(main), listed, DENSE, FIXED)
+            make_plan(get_scheme(main), listed, shaped(DENSE), FIXED)
     else:
-        plan = make_plan(get_scheme(main), listed, DENSE, FIXED)
+        plan = make_plan(get_scheme(main), listed, shaped(DENSE), FIXED)
         assert {layer: scheme.name for layer, scheme in plan.schemes.items()} == expected
 
 
@@ -369,7 +374,7 @@ def plans(draw: st.DrawFn, layers: Sequence[str]) -> LayerPlan:
     return make_plan(
         get_scheme(main),
         [r for r in listed if r.match != keep],
-        layers,
+        shaped(layers),
         FIXED,
     )
 

@@ -77,13 +77,13 @@ def read(folder: Path) -> Tensors:
     return load_file(folder / "model.safetensors")
 
 
-def linears(tensors: Tensors) -> list[str]:
-    """Return the layers that multiply by a matrix."""
-    return [
-        name.removesuffix(".weight")
+def linears(tensors: Tensors) -> dict[str, tuple[int, int]]:
+    """Return the layers that multiply by a matrix → (O, I)."""
+    return {
+        name.removesuffix(".weight"): (tensor.shape[0], tensor.shape[1])
         for name, tensor in tensors.items()
         if tensor.ndim == 2 and name.endswith(".weight") and "embed_tokens" not in name
-    ]
+    }
 
 
 def quantization(tensors: Tensors, scheme: str) -> dict[str, Any]:

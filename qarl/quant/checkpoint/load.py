@@ -160,9 +160,12 @@ def _check_experts(
     without any expert under the layout's names is left to the loader: it may be stored fused, or
     under a prefix that the loader strips.
     """
+    layers = expert_modules(model)
+    if not layers:
+        return
     expected = {f"{name}.weight": list(shape) for name, shape in weight_shapes(model).items()}
     pairs = []
-    for layer in expert_modules(model):
+    for layer in layers:
         one_expert = re.compile(rf"{re.escape(layer)}\.\d+\.")
         if any(map(one_expert.match, stored)):
             names = filter(one_expert.match, {**expected, **stored})

@@ -28,12 +28,14 @@ _NUMBER = re.compile(r"\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The scheme of every linear layer."""
+    """The scheme and the shape of every linear layer."""
 
     main: Scheme
     """Scheme of the layers that no rule matches."""
     schemes: Mapping[str, Scheme] = field(repr=False)
     """Checkpoint name → scheme, in the model's order; `bf16` for a layer in the compute dtype."""
+    shapes: Mapping[str, tuple[int, int]] = field(repr=False)
+    """Checkpoint name → (O, I) of the weight, in the model's order."""
     beside: tuple[str, ...] = ()
     """Patterns of names of parts beside the model, which no scheme quantizes, as config.json lists
     them.
@@ -80,7 +82,7 @@ class LayerPlan:
 def make_plan(
     main: Scheme,
     rules: Sequence[LayerRule],
-    layers: Sequence[str],
+    shapes: Mapping[str, tuple[int, int]],
     fixed: Mapping[str, str],
 ) -> LayerPlan:
     """Resolve rules against a model; the first rule that matches a layer decides.
@@ -92,16 +94,16 @@ def make_plan(
     Args:
         main: scheme of layers that no rule matches.
         rules: rules in order.
-        layers: checkpoint names of the linear layers, in the model's order.
+        shapes: checkpoint name → (O, I) of each linear layer, in the model's order.
         fixed: name → why no scheme can quantize it. Embeddings are only in this argument.
     """
-    names = list(dict.fromkeys([*layers, *fixed]))
+    names = list(dict.fromkeys([*shapes, *fixed]))
     taken = _apply(rules, names)
     for layer, rule in taken.items():
         _refuse_protected(rule, layer, fixed)
     unquantized = get_scheme("bf16")
     schemes = {}
-    for layer in layers:
+    for layer in shapes:
         default = unquantized if layer in fixed or main.leaves_alone(layer) else main
         schemes[layer] = get_scheme(taken[layer].scheme) if layer in taken else default
     _refuse_split(schemes, taken)
@@ -113,9 +115,9 @@ def make_plan(
             else ""
         )
         raise SchemeError(
-            f"scheme {main.name!r} quantizes none of the model's {len(layers)} linear layers{why}"
+            f"scheme {main.name!r} quantizes none of the model's {len(shapes)} linear layers{why}"
         )
-    return LayerPlan(main, schemes)
+    return LayerPlan(main=main, schemes=schemes, shapes=shapes)
 
 
 def config_names(layers: Iterable[str], depth: int) -> list[str]:

@@ -23,7 +23,7 @@ from qarl.quant.schemes import Scheme, SchemeError
 def plan_layers(
     model: PreTrainedModel, scheme: Scheme, rules: Sequence[LayerRule] = ()
 ) -> LayerPlan:
-    """Return the scheme of every matrix.
+    """Return the scheme and the shape of every matrix.
 
     Raises `SchemeError` for a model that cannot be trained, for what `make_plan` refuses, for
     matrices whose shape does not fit their scheme, and on GPUs for quantized experts with biases.
@@ -34,7 +34,7 @@ def plan_layers(
         rules: layers in other schemes.
     """
     shapes = weight_shapes(model)
-    plan = make_plan(scheme, rules, list(shapes), _never_quantized(model, shapes))
+    plan = make_plan(scheme, rules, shapes, _never_quantized(model, shapes))
     _refuse_biased_experts(model, plan)
     check_shapes((name, plan.schemes[name].name, shape) for name, shape in shapes.items())
     whole = whole_of(model.config)

@@ -41,7 +41,7 @@ def adapted_weights(
     dimension.
 
     Args:
-        shapes: see `quant.checkpoint.shapes.weight_shapes`.
+        shapes: checkpoint name → (O, I) of each linear layer (`LayerPlan.shapes`).
         model_type: transformers' name of the architecture.
         config: targets and rank.
     """
@@ -107,7 +107,7 @@ def add_adapters(model: LowBitModel, config: LoraConfig, seed: int) -> None:
         seed: A is drawn from it on the CPU, in the model's order, so that every learner process has
             the same values.
     """
-    adapted = adapted_weights(model.shapes, model.config.model_type, config)
+    adapted = adapted_weights(model.plan.shapes, model.config.model_type, config)
     generator = torch.Generator().manual_seed(seed)
     masters: dict[str, nn.Parameter] = {}
     for name in adapted:
@@ -136,7 +136,7 @@ def describe_adapters(model: LowBitModel, config: LoraConfig) -> str:
     trained = sum(p.numel() for p in model.masters.values())
     base = sum(p.numel() for p in model.loaded.values())
     layout = family_of(model.config.model_type).experts
-    weights = dict.fromkeys(_weight_of(layer, layout) for layer in model.shapes)
+    weights = dict.fromkeys(_weight_of(layer, layout) for layer in model.plan.shapes)
     # the same layer of all decoder layers is named once
     frozen = [
         re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in weights if name not in model.adapted

@@ -39,7 +39,7 @@ from qarl.quant.model.layers import Divided, EngineModel, Layers
 
 
 def engine_model(
-    model: PreTrainedModel, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+    model: PreTrainedModel, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype
 ) -> EngineModel:
     """Return vLLM's modules for this model.
 
@@ -48,12 +48,13 @@ def engine_model(
 
     Args:
         model: the model of masters.
-        tensors: name → shape of a checkpoint of this model.
+        shapes: checkpoint name → (O, I) of each linear layer (`LayerPlan.shapes`).
         dtype: the engine's compute dtype.
     """
     whole = whole_of(model.config)
     architecture = type(model).__name__ if whole is None else whole.architecture
     skeleton = build_skeleton(model.config, architecture, None, dtype, _device(model))
+    tensors = _checkpoint_tensors(model, shapes)
     sources = trace_loading(skeleton, tensors).sources
     _refuse_shared_head(model, architecture, tensors, sources)
     biases: list[Any] = []  # correction biases of routers
@@ -237,14 +238,14 @@ def build_graph(
     return Graph(skeleton, masters, context, log)
 
 
-def checkpoint_tensors(
+def _checkpoint_tensors(
     model: PreTrainedModel, matrices: Mapping[str, tuple[int, int]]
 ) -> dict[str, tuple[int, ...]]:
     """Return name → shape of an unquantized checkpoint's tensors.
 
     Args:
         model: the model of masters.
-        matrices: see `quant.checkpoint.shapes.weight_shapes`.
+        matrices: checkpoint name → (O, I) of each linear layer.
     """
     checkpoint_name = names_of(model.config).checkpoint_name
     state: dict[str, torch.Tensor] = dict(model.named_parameters())

@@ -20,7 +20,7 @@ from qarl.configs.errors import GraphError
 from qarl.configs.schema.run import LayerRule
 from qarl.quant.checkpoint.contents import record_tie
 from qarl.quant.checkpoint.plan import LayerPlan
-from qarl.quant.checkpoint.shapes import plan_layers, weight_shapes
+from qarl.quant.checkpoint.shapes import plan_layers
 from qarl.quant.digest import parameters_digest
 from qarl.quant.graph.packing import Packed, Pick, PictureRows, Sequences, known, prefilled_tokens
 from qarl.quant.graph.router_log import RouterLog
@@ -68,11 +68,7 @@ class LowBitModel(nn.Module):
     ):
         super().__init__()
         self.plan = scheme if isinstance(scheme, LayerPlan) else plan_layers(model, scheme, rules)
-        """The scheme of each layer."""
-        self.shapes = weight_shapes(model)
-        """Checkpoint layer name → (O, I) of its weight
-        (`quant.checkpoint.shapes.weight_shapes`).
-        """
+        """The scheme and the shape of each layer."""
         self.context = context
         record_tie(model)
         self.config = model.config
@@ -213,7 +209,7 @@ class LowBitModel(nn.Module):
         if ranks > 1 and engine is not None:
             config = self.config.get_text_config()
             dtype = self.context.dtype
-            require_ranks(ranks, engine, config, self.plan, self.shapes, dtype)
+            require_ranks(ranks, engine, config, self.plan, self.plan.shapes, dtype)
         self.context.divide_among(ranks)
         self.release_products()
 

@@ -21,7 +21,7 @@ from qarl.quant.checkpoint.families import (
     names_of,
 )
 from qarl.quant.checkpoint.plan import LayerPlan, stacked_name
-from qarl.quant.checkpoint.shapes import router_names, weight_shapes
+from qarl.quant.checkpoint.shapes import router_names
 from qarl.quant.layers.compute_copy import (
     ComputeCopy,
     MasterCopy,
@@ -61,7 +61,7 @@ def replace_layers(
     why_not = ""
     if operators == "engine" or (operators == "auto" and context.aligned):
         try:
-            engine = _ask_vllm(model, context)
+            engine = _ask_vllm(model, plan, context)
         except GraphError as error:
             if operators == "engine":
                 raise
@@ -99,7 +99,7 @@ def replace_layers(
     )
 
 
-def _ask_vllm(model: PreTrainedModel, context: LayerContext) -> EngineModel:
+def _ask_vllm(model: PreTrainedModel, plan: LayerPlan, context: LayerContext) -> EngineModel:
     """Return vLLM's modules for this model. Raise `GraphError` if it has no such model."""
     if not has_vllm():
         raise GraphError(
@@ -107,9 +107,9 @@ def _ask_vllm(model: PreTrainedModel, context: LayerContext) -> EngineModel:
             " install 'qarl-train[cpu]' or 'qarl-train[cuda]', or set learner.operators to"
             " 'transformers'"
         )
-    from qarl.quant.model.engine_model import checkpoint_tensors, engine_model
+    from qarl.quant.model.engine_model import engine_model
 
-    return engine_model(model, checkpoint_tensors(model, weight_shapes(model)), context.dtype)
+    return engine_model(model, plan.shapes, context.dtype)
 
 
 def _engine_layers(
