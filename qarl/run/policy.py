@@ -85,7 +85,7 @@ def open_architecture(config: RunConfig) -> Architecture:
     return Architecture(folder, skeleton, layers)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunInputs:
     """What a run reads: its model, its task, and the prompter that joins them."""
 
@@ -113,19 +113,13 @@ def open_inputs(
     architecture = architecture or open_architecture(config)
     prompter = open_prompter(architecture.folder, config.rollout, config.task)
     task = (task or load_task(config.task)).without_long_prompts(prompter.fits)
-    return RunInputs(architecture, task, prompter)
+    return RunInputs(architecture=architecture, task=task, prompter=prompter)
 
 
-@dataclass
-class TrainingPolicy:
+@dataclass(frozen=True, kw_only=True)
+class TrainingPolicy(RunInputs):
     """Everything that is trained or needed for training, except the engine."""
 
-    folder: Path
-    """Folder from which tokenizer and architecture were loaded."""
-    task: Task
-    """Task of the configuration, without the problems whose prompts are too long."""
-    prompter: Prompter
-    """Makes prompts of the task's problems, with the model's tokenizer and chat template."""
     model: LowBitModel
     """Masters and their low-bit codes."""
     learner: Learner
@@ -141,7 +135,6 @@ def load_model(
     processes: Processes,
 ) -> LowBitModel:
     """Load a model's masters, which the processes share, and wrap them in the run's schemes."""
-    layers = architecture.layers
     device = processes.device
     on_host = config.learner.base_on_host
     masters = load_masters(
@@ -151,9 +144,9 @@ def load_model(
         masters_mesh(learning, processes),
         architecture.skeleton,
     )
-    if not on_host:
-        return wrap_masters(masters, config, layers)
-    return wrap_masters(matrices_on_host(masters, device), config, layers, device)
+    if on_host:
+        masters = matrices_on_host(masters, device)
+    return wrap_masters(masters, config, architecture.layers, device if on_host else None)
 
 
 def wrap_masters(
@@ -220,14 +213,7 @@ def open_policy(
         config.steps,
         config.rollout.temperature,
     )
-    return TrainingPolicy(
-        folder=inputs.folder,
-        task=inputs.task,
-        prompter=inputs.prompter,
-        model=model,
-        learner=learner,
-        processes=together,
-    )
+    return TrainingPolicy(**vars(inputs), model=model, learner=learner, processes=together)
 
 
 def trained_part(policy: TrainingPolicy, config: RunConfig) -> list[str]:
