@@ -106,7 +106,8 @@ class LowBitModel(nn.Module):
         self.router_log = RouterLog()
         """Logits of the routers."""
         self._graphs: dict[torch.dtype, Graph] = {}
-        self.divide_among(context.ranks)
+        if context.ranks > 1:
+            self.divide_among(context.ranks)
         if self.operators == "transformers":
             self.router_log.watch(model.get_submodule(name) for name in self._layers.routers)
         self.refresh()
