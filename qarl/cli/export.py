@@ -53,7 +53,7 @@ def add_export(commands: Any) -> None:
         choices=("safetensors", "gguf"),
         default="safetensors",
         help=(
-            "Format: safetensors for vLLM and transformers, gguf for llama.cpp and Ollama, with the"
+            "Format: safetensors for vLLM and transformers, gguf for llama.cpp, with the"
             " same codes (docs/guide/gguf.md). Default: safetensors."
         ),
     )

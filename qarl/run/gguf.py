@@ -1,4 +1,4 @@
-"""`qarl export --format gguf`: an export as a GGUF file for llama.cpp and Ollama."""
+"""`qarl export --format gguf`: an export as a GGUF file for llama.cpp."""
 
 import json
 import re
@@ -7,19 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from qarl.configs.files import written_aside
 from qarl.report.startup import phase
-from qarl.run.export_note import changes_in_words, find_export, noted_defaults, read_note
+from qarl.run.export_note import changes_in_words, find_export, read_note
 from qarl.sync.gguf.exported import Exported, read_exported
 from qarl.sync.gguf.families import gguf_family
-from qarl.sync.gguf.ollama import Message, modelfile, talk_template
 from qarl.sync.gguf.vocabulary import Vocabulary, read_vocabulary
 from qarl.sync.gguf.write import WrittenGguf, write_gguf
 
-_CONTEXT = 4096
-"""Least `num_ctx` of a Modelfile, in tokens, unless the model has fewer positions."""
 NOTE = "gguf.json"
 """File beside the GGUF file that has its SHA-256, and what it was made of."""
 
@@ -37,7 +32,7 @@ class ExportedGguf:
 
 
 def export_gguf(target: Path, output: Path) -> ExportedGguf:
-    """Write an export as a GGUF file with a Modelfile into a new folder.
+    """Write an export as a GGUF file into a new folder.
 
     The codes and scales are the export's. Every tensor is read back and compared. The folder
     appears complete or not at all.
@@ -73,14 +68,11 @@ def export_gguf(target: Path, output: Path) -> ExportedGguf:
             "export": made_of,
         }
         (building / NOTE).write_text(json.dumps(facts, indent=2) + "\n")
-        positions = exported.config.max_position_embeddings
-        text = _modelfile(source, note, vocabulary, written.name, name, positions)
-        (building / "Modelfile").write_text(text, encoding="utf-8")
     return ExportedGguf(source, written, remarks=tuple(_remarks(exported, vocabulary, source)))
 
 
 def _name(source: Path, note: dict[str, Any]) -> str:
-    """Return a name that a file and Ollama take: letters, digits, dots, dashes."""
+    """Return a name for the file: letters, digits, dots, dashes."""
     name = note.get("run") or source.resolve().name
     return re.sub(r"[^A-Za-z0-9.-]+", "-", str(name)).strip("-.") or "model"
 
@@ -97,43 +89,6 @@ def _about(name: str, note: dict[str, Any]) -> dict[str, str]:
         "qarl.digest": note.get("digest"),
     }
     return {key: str(value) for key, value in facts.items() if value is not None}
-
-
-def _modelfile(
-    source: Path,
-    note: dict[str, Any],
-    vocabulary: Vocabulary,
-    file: str,
-    name: str,
-    positions: int,
-) -> str:
-    """Return the Modelfile that has Ollama ask the model as the policy was asked.
-
-    file: name of the GGUF file. name: name of the model. positions: most tokens of a sequence.
-    """
-    tokenizer: Any = AutoTokenizer.from_pretrained(source)
-    defaults = noted_defaults(note)
-    arguments = {"tokenize": False, "add_generation_prompt": True, **defaults.template}
-
-    def render(messages: list[Message]) -> str:
-        return str(tokenizer.apply_chat_template(messages, **arguments))
-
-    bos = tokenizer.bos_token if vocabulary.adds_bos else ""
-    template = talk_template(render, bos) if vocabulary.chat_template else None
-    ends = [vocabulary.tokens[token] for token in vocabulary.ends]
-    parameters: dict[str, Any] = {"repeat_penalty": 1}
-    if "eval" in note:
-        parameters |= {key: note["eval"][key] for key in ("temperature", "top_p", "top_k", "min_p")}
-        measured = note["max_prompt_tokens"] + note["max_new_tokens"]
-        parameters["num_ctx"] = min(max(measured, _CONTEXT), positions)
-    return modelfile(
-        file=file,
-        name=name.lower(),
-        template=template,
-        stops=list(dict.fromkeys([*ends, *defaults.stop])),
-        system=defaults.system,
-        parameters=parameters,
-    )
 
 
 def _remarks(exported: Exported, vocabulary: Vocabulary, source: Path) -> Iterator[str]:

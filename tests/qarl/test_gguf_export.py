@@ -40,12 +40,12 @@ def export(tmp_path: Path) -> Path:
     return toy_export(tmp_path, "llama", note=note, defaults=DEFAULTS)
 
 
-def test_the_folder_has_a_file_its_sha256_and_a_modelfile(export: Path, tmp_path: Path):
+def test_the_folder_has_a_file_and_its_sha256(export: Path, tmp_path: Path):
     output = tmp_path / "gguf"
     exported = export_gguf(export, output)
     file = output / "my-run-Q4_0.gguf"
     facts = json.loads((output / NOTE).read_text())
-    assert sorted(path.name for path in output.iterdir()) == ["Modelfile", NOTE, file.name]
+    assert sorted(path.name for path in output.iterdir()) == [NOTE, file.name]
     assert facts["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
     assert facts["export"]["digest"] == json.loads((export / "qarl.json").read_text())["digest"]
     assert exported.written.name == file.name
@@ -66,19 +66,6 @@ def test_the_file_says_what_it_was_made_of_and_has_the_chat_template(export: Pat
     assert values["llama.context_length"] == 64
     assert values["llama.rope.dimension_count"] == 32
     assert values["llama.attention.head_count_kv"] == 2
-
-
-def test_the_modelfile_asks_as_the_policy_was_asked(export: Path, tmp_path: Path):
-    """A context beyond the model's 64 positions is not asked for."""
-    export_gguf(export, tmp_path / "gguf")
-    lines = (tmp_path / "gguf" / "Modelfile").read_text().splitlines()
-    assert lines[0] == "# ollama create my-run -f Modelfile"
-    assert "FROM ./my-run-Q4_0.gguf" in lines
-    assert 'SYSTEM """Be brief."""' in lines
-    assert 'PARAMETER stop "<|im_end|>"' in lines
-    assert 'PARAMETER stop "###"' in lines
-    assert "PARAMETER temperature 0.0" in lines
-    assert "PARAMETER num_ctx 64" in lines
 
 
 def test_a_changed_export_is_refused_and_nothing_is_written(export: Path, tmp_path: Path):

@@ -20,7 +20,6 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 from qarl.sync.gguf.errors import GgufError
-from qarl.sync.gguf.ollama import modelfile, talk, talk_template
 from qarl.sync.gguf.vocabulary import Vocabulary, read_vocabulary
 from tests.support.gguf_models import (
     BYTES,
@@ -227,81 +226,3 @@ def test_a_word_tokenizer_is_refused(tmp_path: Path):
     tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     with pytest.raises(GgufError, match=r'its model is \{"type": "WordPiece"'):
         saved(PreTrainedTokenizerFast(tokenizer_object=tokenizer), tmp_path)
-
-
-DEFAULT_SYSTEM = (
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
-    + CHATML
-)
-NO_THINKING = CHATML.replace(
-    "assistant\n{% endif %}", "assistant\n<think>\n\n</think>\n\n{% endif %}"
-)
-LLAMA3_CHAT = (
-    "{{ bos_token }}{% for message in messages %}<|start|>{{ message.role }}<|end|>\n\n"
-    "{{ message.content | trim }}<|eot|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
-)
-INST = (
-    "{{ bos_token }}{% for message in messages %}{% if message.role == 'user' %}[INST] {{"
-    " message.content }} [/INST]{% elif message.role == 'system' %}{{ raise_exception('no system')"
-    " }}{% else %}{{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"
-)
-COUNTS = CHATML + "{{ messages | length }}"
-
-
-def render_by(template: str, tmp_path: Path) -> Any:
-    tokenizer = byte_level(GPT2, bos_token="<|endoftext|>", chat_template=template)
-
-    def render(messages: list[dict[str, str]]) -> str:
-        return str(
-            tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        )
-
-    return render
-
-
-@pytest.mark.parametrize("template", [CHATML, DEFAULT_SYSTEM, NO_THINKING, LLAMA3_CHAT])
-@pytest.mark.parametrize("bos", ["", "<|endoftext|>"])
-def test_a_template_is_derived_from_what_stands_around_messages(
-    template: str, bos: str, tmp_path: Path
-):
-    render = render_by(template, tmp_path)
-    derived = talk_template(render, bos)
-    assert derived is not None
-    for systems in (0, 1):
-        for turns in (1, 2, 4):
-            messages = talk(systems, turns)
-            assert derived.text(messages) == render(messages).removeprefix(bos)
-
-
-def test_gos_template_has_the_same_text_around_roles(tmp_path: Path):
-    """ChatML, written by hand in Go's language, with the boundaries where they are derived."""
-    derived = talk_template(render_by(CHATML, tmp_path))
-    assert derived is not None
-    assert derived.go().startswith("{{ if not .System }}")
-    assert '{{ else if eq .Role "user" }}' in derived.go()
-    pieces = derived.go().replace("{{ .Content }}", "@")
-    assert "@<|im_end|>\n<|im_start|>assistant\n{{ else if" in pieces
-
-
-@pytest.mark.parametrize("template", [INST, COUNTS])
-def test_a_template_that_does_more_has_none(template: str, tmp_path: Path):
-    assert talk_template(render_by(template, tmp_path)) is None
-
-
-def test_a_modelfile_has_stops_template_system_and_parameters(tmp_path: Path):
-    derived = talk_template(render_by(CHATML, tmp_path))
-    text = modelfile("m-Q4_0.gguf", "m", derived, ["<|im_end|>", 'a"b'], "Be brief.", {"top_k": 0})
-    lines = text.splitlines()
-    assert lines[:3] == ["# ollama create m -f Modelfile", "# ollama run m", "FROM ./m-Q4_0.gguf"]
-    assert lines[3].startswith('TEMPLATE """')
-    assert lines[-4:] == [
-        'SYSTEM """Be brief."""',
-        'PARAMETER stop "<|im_end|>"',
-        'PARAMETER stop """a"b"""',
-        "PARAMETER top_k 0",
-    ]
-
-
-def test_a_modelfile_without_a_template_says_so():
-    assert "# no TEMPLATE: " in modelfile("m.gguf", "m", None, [], None, {})
