@@ -46,8 +46,8 @@ from qarl.cli.parser import Parser, normalized_argv
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.objectives import GrpoConfig, TbpoConfig
 from qarl.configs.schema.run import RunConfig
-from qarl.report.metrics import read_metrics
 from qarl.report.record import record
+from qarl.report.run_folder import read_metrics
 from qarl.run.policy import model_folder
 from qarl.tasks import Response
 

@@ -11,7 +11,8 @@ from qarl.learner.stopwatch import Stopwatch
 from qarl.report.dashboard import Dashboard
 from qarl.report.early_warning import RunWatch
 from qarl.report.loggers import SendMetrics, send_nowhere
-from qarl.report.metrics import StepMetrics, WriteMetrics, batch_metrics, metrics_writer, read_until
+from qarl.report.metrics import StepMetrics, WriteMetrics, batch_metrics, metrics_writer
+from qarl.report.run_folder import read_metrics
 from qarl.report.start_note import write_start
 from qarl.report.token_recorder import TokenRecorder
 from qarl.run.evaluate import evaluate_before_training, evaluate_heldout
@@ -68,7 +69,7 @@ def _run_steps(
     tokenizer = session.policy.prompter.tokenizer
     recorder = TokenRecorder(folder.tokens, config.record, tokenizer, resume_step, processes.first)
     run_watch = RunWatch(
-        read_until(folder.metrics, position.step),
+        read_metrics(folder.metrics, position.step),
         stops=config.early_warning == "stop",
         last_step=config.steps,
     )

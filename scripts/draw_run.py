@@ -10,8 +10,8 @@ from rich.console import Console
 from qarl.learner.learn_stats import LearnStats
 from qarl.learner.mismatch import Mismatch
 from qarl.report.dashboard import Dashboard
-from qarl.report.metrics import StepMetrics, read_metrics
-from qarl.report.run_folder import RunFolder
+from qarl.report.metrics import StepMetrics
+from qarl.report.run_folder import RunFolder, read_metrics
 
 
 def restored_step(flat: dict[str, Any]) -> StepMetrics:

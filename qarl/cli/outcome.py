@@ -11,8 +11,7 @@ from qarl.configs.schema.run import RunConfig
 from qarl.evaluation.heldout import heldout
 from qarl.page.runs import configurations, read_runs
 from qarl.page.verdict import verdict
-from qarl.report.metrics import read_metrics, read_until
-from qarl.report.run_folder import RunFolder
+from qarl.report.run_folder import RunFolder, read_metrics
 from qarl.run.replay import comparison
 
 
@@ -27,7 +26,7 @@ def say_outcome(config: RunConfig, folder: Any, outcome: Any, console: Console) 
         recorded = RunFolder(Path(config.from_rollouts))
         say(
             console,
-            comparison(recorded.path, read_until(recorded.metrics, config.steps), metrics),
+            comparison(recorded.path, read_metrics(recorded.metrics, config.steps), metrics),
         )
     elif metrics[-1]["weight_version"] == 0:
         say(

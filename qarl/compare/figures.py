@@ -13,8 +13,7 @@ from qarl.compare.commands import commands_left, evaluation_file, evaluation_opt
 from qarl.compare.comparison import Cell, Comparison, Figure, Variant
 from qarl.evaluation.results import read_evaluation
 from qarl.evaluation.statistics import estimate
-from qarl.report.metrics import read_metrics
-from qarl.report.run_folder import RunFolder
+from qarl.report.run_folder import RunFolder, read_metrics
 from qarl.report.tables import PlainTable
 from qarl.run.export_note import read_note
 

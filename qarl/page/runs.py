@@ -12,7 +12,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.schema.base import leaf_values
 from qarl.configs.schema.run import RunConfig
 from qarl.evaluation.heldout import Heldout, heldout
-from qarl.report.run_folder import RunFolder
+from qarl.report.run_folder import RunFolder, read_metrics
 from qarl.report.start_note import StartNote, read_start
 from qarl.report.token_files import step_files
 from qarl.run.export_note import read_note
@@ -147,26 +147,15 @@ def _read_run(path: Path) -> RecordedRun:
 
 
 def _read_metrics(file: Path) -> list[Metrics]:
-    """Read the complete lines of a metrics.jsonl.
-
-    The last line is incomplete if a run is writing it, or was killed then.
-    """
-    lines = file.read_text(encoding="utf-8").split("\n") if file.is_file() else [""]
-    metrics: list[Metrics] = []
-    for number, line in enumerate(lines[:-1], 1):
-        try:
-            step = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(
-                f"{str(file)!r}, line {number}, is not JSON ({error}); remove that line"
-            ) from error
-        missing = [name for name in _NEEDED if not isinstance(step, dict) or name not in step]
+    """Read a metrics.jsonl of at least one step, whose lines have what the page needs."""
+    metrics = read_metrics(file)
+    for number, step in enumerate(metrics, 1):
+        missing = [name for name in _NEEDED if name not in step]
         if missing:
             raise ConfigError(
                 f"{str(file)!r}, line {number}, lacks {missing[0]!r}: another version of qarl wrote"
                 " it (environment.json in its folder names it); make the report with that one"
             )
-        metrics.append(step)
     if not metrics:
         raise ConfigError(
             f"run {str(file.parent)!r} has no steps yet; make its report once its first step is"

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from qarl.learner.learn_stats import LearnStats
 from qarl.quant.runtime.replaced import replaced
 from qarl.report.error_tokens import count_error_tokens
 from qarl.report.loggers import SendMetrics
-from qarl.report.run_folder import RunFolder
+from qarl.report.run_folder import RunFolder, read_metrics
 from qarl.rollout.types import Completion, Group
 from qarl.tasks.base import WeightedSum
 
@@ -226,36 +226,11 @@ def _show_unless_disk(
         show(failed)
 
 
-def read_metrics(file: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics.jsonl, parsed."""
-    return [json.loads(line) for line in json_lines(file)]
-
-
-def json_lines(file: Path) -> list[str]:
-    """Return a file's lines, split at "\\n" alone.
-
-    JSON may contain other line separators, such as U+2028, unescaped.
-    """
-    return [line for line in file.read_text(encoding="utf-8").split("\n") if line]
-
-
-def read_until(file: Path, step: int) -> list[dict[str, Any]]:
-    """Return the lines of a metrics.jsonl up to `step`, parsed.
-
-    A line that a crash cut short is skipped. The list is empty if the file does not exist.
-    """
-    lines = []
-    for text in json_lines(file) if file.exists() else ():
-        with suppress(ValueError):
-            lines.append(json.loads(text))
-    return [line for line in lines if line["step"] <= step]
-
-
 def _drop_after(file: Path, step: int) -> None:
     """Remove the lines of steps after `step`."""
     # The old file stays if a full disk or a kill interrupts the write.
     with written_aside(file) as building:
-        lines = [json.dumps(line) + "\n" for line in read_until(file, step)]
+        lines = [json.dumps(line) + "\n" for line in read_metrics(file, step)]
         building.write_text("".join(lines), encoding="utf-8")
 
 

@@ -305,3 +305,27 @@ def _device_name() -> str:
         return torch.cuda.get_device_name()
     amx = "with" if torch.cpu._is_amx_tile_supported() else "without"
     return f"{cpu_facts().get('model name', 'CPU')}, {amx} AMX"
+
+
+def read_metrics(file: Path, last_step: int | None = None) -> list[dict[str, Any]]:
+    """Return the complete lines of a metrics.jsonl, parsed: one a step.
+
+    A last line without its line feed is left out, because a run is writing it or was killed then.
+    Lines end at line feeds alone: JSON may contain other separators, such as U+2028, unescaped. The
+    list is empty if there is no file. Raises `ConfigError` for a line that is not JSON.
+
+    last_step: number of the last step. None: all steps.
+    """
+    lines = file.read_text(encoding="utf-8").split("\n") if file.is_file() else [""]
+    metrics: list[dict[str, Any]] = []
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            step = json.loads(line)
+            if not isinstance(step, dict):
+                raise ValueError(f"it holds a {type(step).__name__}")
+        except ValueError as error:
+            raise ConfigError(
+                f"{str(file)!r}, line {number}, is not a JSON object ({error}); remove that line"
+            ) from error
+        metrics.append(step)
+    return [line for line in metrics if last_step is None or line["step"] <= last_step]

@@ -8,8 +8,7 @@ from typing import Any, Self
 from qarl.configs.schema.run import RunConfig
 from qarl.evaluation.heldout import Heldout, heldout
 from qarl.report.early_warning import EarlyWarningError
-from qarl.report.metrics import read_until
-from qarl.report.run_folder import RunFolder
+from qarl.report.run_folder import RunFolder, read_metrics
 from qarl.report.startup import say
 from qarl.run.checkpoint import CheckpointError, save_checkpoint
 from qarl.run.inputs import InputDigests
@@ -39,7 +38,7 @@ class StepCheckpoints:
         self._folder = folder
         self._policy = policy
         self._position = position
-        earlier = map(heldout, read_until(folder.metrics, position.step))
+        earlier = map(heldout, read_metrics(folder.metrics, position.step))
         measured = [position.heldout_before, *earlier]
         self._best = max((each.score for each in measured if each), default=-math.inf)
 

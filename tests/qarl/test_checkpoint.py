@@ -18,7 +18,8 @@ import torch
 
 from qarl.configs.errors import ConfigError
 from qarl.quant.types import LowBitTensor
-from qarl.report.metrics import _drop_after, read_metrics
+from qarl.report.metrics import _drop_after
+from qarl.report.run_folder import read_metrics
 from qarl.run import checkpoint
 from qarl.run.checkpoint import (
     CheckpointError,

@@ -16,7 +16,8 @@ import torch
 from qarl.conversations import Conversation, OutOfRoomError, Speaker, converse
 from qarl.embedded.recipe import RECIPES, ensure_recipe, ensure_tiny
 from qarl.learner.batching import make_batch
-from qarl.report.metrics import batch_metrics, read_metrics
+from qarl.report.metrics import batch_metrics
+from qarl.report.run_folder import read_metrics
 from qarl.report.token_files import read_groups
 from qarl.rollout.types import Group, Prompt, Sampling
 from qarl.tasks import Problem, RewardError, TaskError

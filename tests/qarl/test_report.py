@@ -555,7 +555,7 @@ REFUSALS = [
         "report older",
         "line 1, lacks 'weight_version': another version of qarl wrote it",
     ),
-    ("report damaged", "line 2, is not JSON"),
+    ("report damaged", "line 2, is not a JSON object"),
     ("report start", "'start/start.json' cannot be read"),
     (
         "report run -o no/such/page.html",

@@ -20,8 +20,7 @@ from qarl.configs.schema.run import RolloutConfig, RunConfig
 from qarl.loop import train
 from qarl.quant.types import LowBitTensor
 from qarl.report.dashboard import Dashboard
-from qarl.report.metrics import read_metrics
-from qarl.report.run_folder import RunFolder
+from qarl.report.run_folder import RunFolder, read_metrics
 from qarl.rollout.engine import EngineError, LoadReport
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import Completion, Prompt, Sampling

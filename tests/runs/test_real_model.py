@@ -16,8 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qarl.report.metrics import read_metrics
-from qarl.report.run_folder import RunFolder
+from qarl.report.run_folder import RunFolder, read_metrics
 from qarl.report.start_note import read_start
 from tests.support.kernels import no_cuda
 from tests.support.runs import command, environment

@@ -16,7 +16,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 
-from qarl.report.metrics import read_metrics
+from qarl.report.run_folder import read_metrics
 from qarl.report.token_files import step_file
 from qarl.rollout.servers.vllm.start import free_ports
 from qarl.run.checkpoint import list_checkpoints, load_checkpoint

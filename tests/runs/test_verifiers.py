@@ -18,7 +18,7 @@ from qarl.conversations import Speaker, converse
 from qarl.conversations.chat import ChatServer
 from qarl.embedded.recipe import ensure_tiny
 from qarl.embedded.tokenizer import TOOL_TEMPLATE
-from qarl.report.metrics import read_metrics
+from qarl.report.run_folder import read_metrics
 from qarl.rollout.types import Prompt, Sampling
 from qarl.tasks import RewardError, Task, TaskError, load_task
 from tests.support.conversations import Script
