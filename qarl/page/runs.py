@@ -75,7 +75,7 @@ class RecordedRun:
     """Metrics of each step, in order; at least one step."""
 
     start: StartNote | None
-    """Facts before the first step; None if an earlier version wrote the run."""
+    """Facts before the first step; None if the run has no note of them."""
 
     environment: dict[str, Any]
     """Versions and machine (`qarl.report.run_folder.describe_environment`)."""

@@ -68,7 +68,7 @@ def write_start(
 
 
 def read_start(folder: RunFolder) -> StartNote | None:
-    """Read the note of a run; None if an earlier version wrote the run without one.
+    """Read the note of a run; None if the run has none.
 
     Raises `ConfigError` if the note is damaged.
     """
@@ -76,7 +76,6 @@ def read_start(folder: RunFolder) -> StartNote | None:
         return None
     try:
         tree: dict[str, Any] = json.loads(folder.start.read_text())
-        tree = {"heldout_reward": None, **tree}
         measured = ("canary", "accuracy", "heldout_reward")
         numbers = {name: None if tree[name] is None else float(tree[name]) for name in measured}
         figures = [Figure(**figure) for figure in tree["figures"]]

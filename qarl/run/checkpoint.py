@@ -260,7 +260,7 @@ def load_checkpoint(
             the newest checkpoint must be intact.
 
     Raises:
-        ConfigError: There is no checkpoint, or an earlier QaRL wrote it.
+        ConfigError: There is no checkpoint.
         CheckpointError: The bytes are not those that were written.
     """
     together = processes or Processes()
@@ -332,11 +332,6 @@ def intact_checkpoint(folder: Path) -> Path | None:
 
 def _read(checkpoint: Path, together: Processes) -> Checkpoint:
     manifest = _manifest(checkpoint)
-    if "state-00000.pt" in manifest["sha256"]:
-        raise ConfigError(
-            f"checkpoint {str(checkpoint)!r} was written by an earlier QaRL, as state-00000.pt;"
-            " resume or export it with the version that wrote it"
-        )
     try:
         step = int(manifest["step"])
         state = torch.load(checkpoint / _STATE, weights_only=True)

@@ -136,15 +136,6 @@ def test_a_damaged_newest_checkpoint_is_stepped_over(tmp_path: Path, damage: str
         load_checkpoint(tmp_path, step_over=said.append)
 
 
-def test_a_checkpoint_of_an_earlier_layout_is_refused(tmp_path: Path):
-    folder = save_checkpoint(tmp_path, 2, {}, keep=1)
-    (folder / "state.pt").rename(folder / "state-00000.pt")
-    manifest = folder / "manifest.json"
-    manifest.write_text(manifest.read_text().replace("state.pt", "state-00000.pt"))
-    with pytest.raises(ConfigError, match=r"step-000002' was written by an earlier QaRL"):
-        load_checkpoint(tmp_path)
-
-
 def test_a_safetensors_file_without_a_digest_is_damage(tmp_path: Path):
     """Contract: no tensor is read whose bytes were not compared with the manifest."""
     folder = save_checkpoint(

@@ -54,9 +54,8 @@ def run(tmp_path: Path, random_policy, monkeypatch: pytest.MonkeyPatch) -> RunFo
         {"step": step, "accuracy": 0.25} if step == 2 else {"step": step} for step in (1, 2, 3)
     )
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run.start.write_text(
-        json.dumps({"audit": [], "canary": None, "accuracy": 0.125, "figures": []})
-    )
+    start = {"audit": [], "canary": None, "accuracy": 0.125, "heldout_reward": None, "figures": []}
+    run.start.write_text(json.dumps(start))
     return run
 
 
