@@ -74,6 +74,7 @@ It is used only for suggestions.
 """
 
 OPTIONS_WITHOUT_FIELD = {
+    "gate-k3-bound": "sync.gate_bound alone bounds the first batch",
     "logging-steps": "every step is logged",
     "processes": "it is one of qarl train and qarl plan",
     "use-vllm": "vLLM always samples",

@@ -229,12 +229,7 @@ def gate_of(
         return None
     if config.bitwise:
         return require_equal
-    sync = config.sync
-    return Gate(
-        bound=sync.gate_bound,
-        k3_bound=sync.gate_k3_bound,
-        tolerance=tolerance(model, rows),
-    )
+    return Gate(bound=config.sync.gate_bound, tolerance=tolerance(model, rows))
 
 
 def canary_sequences(policy: TrainingPolicy, config: RunConfig) -> list[list[int]]:

@@ -21,10 +21,9 @@ class Gate:
     """Check of the first batch's mismatch against bounds, in nats."""
 
     bound: float | None = None
-    """Bound on mean |log w|. Default: `tolerance` times the floor of the batch."""
-    k3_bound: float | None = None
-    """Bound on the k3 estimate of KL(sampler ‖ learner). Default: the square of `tolerance`
-    times the floor of the batch, because k3 is quadratic.
+    """Bound on mean |log w|. Default: `tolerance` times the floor of the batch. The k3 estimate of
+    KL(sampler ‖ learner) is then bounded too, by the square of `tolerance` times its floor, because
+    k3 is quadratic.
     """
     tolerance: float
     """Multiple of the floor by which learner and sampler may differ. The floor is how far two
@@ -39,25 +38,23 @@ class Gate:
         """
         if mismatch.max_abs == 0:
             return
-        bound = self.bound
-        k3_bound = self.k3_bound
-        explained = ""
-        if bound is None or k3_bound is None:
-            measured = floor()
+        if self.bound is not None:
+            explained = ""
+            limits = [("mean |log w|", mismatch.mean_abs_log_w, self.bound)]
+        else:
             explained = f" ({describe_tolerance(self.tolerance)})"
-            bound = self.tolerance * measured.mean_abs_log_w if bound is None else bound
-            k3_bound = self.tolerance**2 * abs(measured.k3) if k3_bound is None else k3_bound
-        values = (
-            ("mean |log w|", mismatch.mean_abs_log_w, bound),
-            ("k3-KL", abs(mismatch.k3), k3_bound),
-        )
-        for name, value, limit in values:
+            measured = floor()
+            limits = [
+                ("mean |log w|", mismatch.mean_abs_log_w, self.tolerance * measured.mean_abs_log_w),
+                ("k3-KL", abs(mismatch.k3), self.tolerance**2 * abs(measured.k3)),
+            ]
+        for name, value, limit in limits:
             if not value <= limit:  # NaN too
                 raise GateError(
                     f"step-0 gate: {name} between learner and sampler is {value:.4g}, above the"
                     f" bound {limit:.4g}{explained}; they are not the same policy. See the audit"
-                    " table for a differing kernel, or set sync.gate_bound and sync.gate_k3_bound"
-                    " if this mismatch is intended (learner.aligned false skips the gate)"
+                    " table for a differing kernel, or set sync.gate_bound if this mismatch is"
+                    " intended (learner.aligned false skips the gate)"
                 )
 
 

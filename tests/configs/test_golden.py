@@ -95,7 +95,6 @@ RANGES = {
     "SyncConfig.canary_every": ">= 1",
     "SyncConfig.canary_bound": "> 0",
     "SyncConfig.gate_bound": "> 0",
-    "SyncConfig.gate_k3_bound": "> 0",
     "TaskConfig.name": "length >= 1",
     "TaskConfig.prompt": "length >= 1",
     "TaskConfig.answer": "length >= 1",

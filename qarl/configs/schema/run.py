@@ -289,15 +289,7 @@ class SyncConfig(Section):
         gt=0,
         description=(
             "Upper limit on the mean |log w| of the first batch, in nats; beyond it the run stops."
-            " Default: measured on the batch, as for canary_bound."
-        ),
-    )
-    gate_k3_bound: float | None = Field(
-        default=None,
-        gt=0,
-        description=(
-            "Upper limit on k3 of the first batch, an estimate of KL(sampler ‖ learner) in nats;"
-            " beyond it the run stops. Default: as for gate_bound."
+            " Default: measured on the batch, as for canary_bound, and one on k3 with it."
         ),
     )
 
@@ -680,8 +672,8 @@ class RunConfig(Section):
                 "rollout.router_replay true takes vLLM's other model runner",
             ),
             (
-                any((sync.gate_bound, sync.gate_k3_bound, sync.canary_bound)),
-                "sync.gate_bound, gate_k3_bound or canary_bound allows a difference",
+                sync.gate_bound or sync.canary_bound,
+                "sync.gate_bound or canary_bound allows a difference",
             ),
         )
         for broken, reason in rules:
