@@ -270,7 +270,7 @@ class Count:
     def _moves(self) -> int:
         """The fp32 tensors that an unaligned learner adds to its masters before rounding them.
 
-        `quant.layers.low_bit_layer.LowBitLayer.moves` has one tensor of each quantized master's
+        `quant.layers.low_bit_layer.LowBitLayer.offsets` has one tensor of each quantized master's
         shape when a run starts from calibrated codes.
         """
         if self.config.learner.aligned or self.config.quantization.init is None:

@@ -29,7 +29,7 @@ from qarl.quant.kernels.reference import PlainMatmul
 from qarl.quant.layers import grouped_backward
 from qarl.quant.layers.context import Forward, LayerContext
 from qarl.quant.layers.lora import Adapter
-from qarl.quant.layers.low_bit_layer import LowBitLayer, multiplied_input
+from qarl.quant.layers.low_bit_layer import LowBitLayer, restored_input
 from qarl.quant.layers.straight_through import add_weight_gradient, input_values
 from qarl.quant.materialize import LowBitWeight
 from qarl.quant.materialize.activations import LowBitActivation
@@ -90,7 +90,7 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         return stack.transpose(1, 2) if self.shape.layout.transposed else stack
 
     def _materialize(self, out: LowBitExperts | None) -> LowBitExperts:
-        gate_up, down = map(self._rows_first, self.to_round())
+        gate_up, down = map(self._rows_first, self.quantizer_inputs())
         scales = self._kept_scales()
         shards = [shard_of(master) for master in self.masters]
         if self.shape.layout.transposed:
@@ -154,7 +154,7 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
             top_k_weights: floating [N, K].
         """
         weights = top_k_weights.to(torch.float32)
-        kept = self.kept_input(hidden_states.detach()) if torch.is_grad_enabled() else ()
+        kept = self.saved_input(hidden_states.detach()) if torch.is_grad_enabled() else ()
         return _StraightThrough.apply(
             hidden_states,
             weights,
@@ -246,7 +246,7 @@ class _StraightThrough(torch.autograd.Function):
             for bias, need in zip(experts.biases, ctx.needs_input_grad[7:], strict=False)
         ]
         dy = grad_outputs[0]
-        multiplied = multiplied_input(kept)
+        multiplied = restored_input(kept)
         if experts.multiplies_grouped(dy):
             dx, dweights = _grouped(experts, multiplied, weights, index, dy, dmasters, dfactors)
         else:

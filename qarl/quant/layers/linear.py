@@ -34,7 +34,7 @@ from qarl.quant.kernels.base import LowBitMatmul
 from qarl.quant.kernels.ranks import row_parallel
 from qarl.quant.kernels.reference import PlainMatmul
 from qarl.quant.layers.context import LayerContext
-from qarl.quant.layers.low_bit_layer import LowBitLayer, multiplied_input
+from qarl.quant.layers.low_bit_layer import LowBitLayer, restored_input
 from qarl.quant.layers.straight_through import add_weight_gradient, input_gradient, input_values
 from qarl.quant.materialize import LowBitWeight, materialize
 from qarl.quant.materialize.activations import LowBitActivation
@@ -76,8 +76,8 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
         super().refresh()
 
     def _materialize(self, out: LowBitWeight | None) -> LowBitWeight:
-        (weight,) = self.to_round()
-        fused = tuple(other.to_round()[0] for other in self.fused)
+        (weight,) = self.quantizer_inputs()
+        fused = tuple(other.quantizer_inputs()[0] for other in self.fused)
         (scale,) = self._kept_scales()
         dtype = self.context.dtype
         shard = shard_of(self.master)
@@ -132,7 +132,7 @@ def multiply(
     its output.
     """
     flat = x.reshape(-1, x.shape[-1])
-    kept = parts[0].kept_input(flat.detach()) if torch.is_grad_enabled() else ()
+    kept = parts[0].saved_input(flat.detach()) if torch.is_grad_enabled() else ()
     tensors = [t for part in parts for t in (part.master, part.bias, *part.factors)]
     y = _StraightThrough.apply(flat, parts, product, kept, *tensors)
     return y.view(*x.shape[:-1], y.shape[-1])
@@ -167,7 +167,7 @@ class _StraightThrough(torch.autograd.Function):
         over the parts.
         """
         dy = grad_outputs[0]
-        x = multiplied_input(ctx.saved_tensors)
+        x = restored_input(ctx.saved_tensors)
         need_x = ctx.needs_input_grad[0]
         needed = iter(ctx.needs_input_grad[4:])
         operands = []

@@ -48,7 +48,7 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         """Number of versions made so far."""
         self.keeps_scales = False
         """If True, a version reuses the scales of the previous one (`quant.model.kept_scales`)."""
-        self.moves: dict[int, torch.Tensor] = {}
+        self.offsets: dict[int, torch.Tensor] = {}
         """Index of a master → fp32 offset added to it before rounding (an unaligned learner's
         `start_from_codes`).
         """
@@ -66,10 +66,10 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         """Number of the engine's ranks among which the input columns are divided; 1 if none."""
         return self.context.ranks if self._row_parallel else 1
 
-    def adapt(self, place: int, adapter: Adapter) -> None:
-        """Train the factors of this adapter instead of the master with index `place`."""
-        self.adapters[place] = adapter
-        self.add_module(f"adapter_{place}", adapter)
+    def adapt(self, index: int, adapter: Adapter) -> None:
+        """Train the factors of this adapter instead of the master with this index."""
+        self.adapters[index] = adapter
+        self.add_module(f"adapter_{index}", adapter)
 
     def _materialize(self, out: Codes | None) -> Codes:
         """Return codes of the masters' present values, in the buffers of `out` if it is given."""
@@ -146,7 +146,7 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         self.low_bit = self.codes().without_codes(self.keeps_scales)  # type: ignore[assignment]
 
     @property
-    def to_prepare(self) -> Codes:
+    def codes_or_shapes(self) -> Codes:
         """Codes for preparing a kernel; shapes only if the engine's layers hold the codes."""
         return self.codes() if self.context.engine is None or self.low_bit is None else self.low_bit
 
@@ -164,7 +164,7 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         if self._kernel is not None and self.context.keeps_products:
             return self._kernel
         with torch.no_grad():
-            kernel = self._prepare(self.to_prepare)
+            kernel = self._prepare(self.codes_or_shapes)
         if self.context.keeps_products:
             self._kernel = kernel
         return kernel
@@ -191,10 +191,10 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
             for master, base, adapter in zip(self.masters, bases, self.adapters, strict=True)
         )
 
-    def to_round(self) -> tuple[torch.Tensor, ...]:
-        """Return the values that are rounded to codes: `merged`, offset by `moves` in fp32."""
+    def quantizer_inputs(self) -> tuple[torch.Tensor, ...]:
+        """Return the values that are rounded to codes: `merged`, offset by `offsets` in fp32."""
         return tuple(
-            w + self.moves[index] if index in self.moves else w
+            w + self.offsets[index] if index in self.offsets else w
             for index, w in enumerate(self.merged())
         )
 
@@ -213,7 +213,7 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         """True if inputs are quantized before they are multiplied."""
         return self.context.multiplies_codes and self.scheme.activations is not None
 
-    def kept_input(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def saved_input(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the tensors that the backward saves of an input x [N, I].
 
         If the product multiplies quantized inputs, these are their codes and scales, 4 to 9 bits a
@@ -224,8 +224,8 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         return multiplied_activation(x, self.scheme, self.ranks).tensors
 
 
-def multiplied_input(
+def restored_input(
     kept: tuple[torch.Tensor, ...] | list[torch.Tensor],
 ) -> torch.Tensor | LowBitActivation:
-    """Return the input as it was multiplied, from what `LowBitLayer.kept_input` saved."""
+    """Return the input as it was multiplied, from what `LowBitLayer.saved_input` saved."""
     return kept[0] if len(kept) == 1 else LowBitActivation(*kept)

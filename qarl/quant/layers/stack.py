@@ -47,7 +47,7 @@ class LinearStack:
             return self._kernel
         if versions != self._versions:
             self._kernel = None  # freed before the next is made, so memory holds one at a time
-        weights = [part.to_prepare for part in self.parts]
+        weights = [part.codes_or_shapes for part in self.parts]
         with torch.no_grad():
             biases = [part.low_bit_bias for part in self.parts]
             kernel = row_parallel(

@@ -58,13 +58,13 @@ def scales_state(model: LowBitModel) -> dict[str, torch.Tensor]:
     to a master before it is rounded.
     """
     state: dict[str, torch.Tensor] = {}
-    moves: dict[str, torch.Tensor] = {}
+    offsets: dict[str, torch.Tensor] = {}
     for name, layer, index, weight in _weights_with_kept_scales(model):
         if weight.scale is not None:
             state[name] = weight.scale
-        if index in layer.moves:
-            moves[f"{name}.move"] = layer.moves[index]
-    return state | moves
+        if index in layer.offsets:
+            offsets[f"{name}.move"] = layer.offsets[index]
+    return state | offsets
 
 
 def load_scales_state(model: LowBitModel, state: Mapping[str, torch.Tensor]) -> None:
@@ -74,7 +74,7 @@ def load_scales_state(model: LowBitModel, state: Mapping[str, torch.Tensor]) -> 
     """
     for name, layer, index, _ in _weights_with_kept_scales(model):
         if f"{name}.move" in state:
-            layer.moves[index] = torch.empty_like(layer.masters[index], dtype=torch.float32)
+            layer.offsets[index] = torch.empty_like(layer.masters[index], dtype=torch.float32)
     ours = scales_state(model)
     differing = sorted(state.keys() ^ ours.keys())
     if differing:
@@ -114,7 +114,7 @@ def start_from_codes(
         master = layer.masters[index]
         moved = _moved_to_codes(master, weight)
         if keep_masters:
-            layer.moves[index] = moved - master
+            layer.offsets[index] = moved - master
         else:
             master.copy_(moved)
     model.refresh()
