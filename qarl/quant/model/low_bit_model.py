@@ -320,20 +320,40 @@ class LowBitModel(nn.Module):
         Returns compute dtype [n, C], one row for each True of `wanted` in row-major order.
         """
         if self.operators == "engine":
-            kept = torch.ones_like(wanted) if packed is None else packed.kept
-            in_row = None if pictures is None else pictures.of(kept)
             if packed is None:
-                rows = Sequences.apart([tokens.shape[1]] * len(tokens))
-                if self.graph.keeps_states:
-                    length = torch.full_like(tokens[:, 0], tokens.shape[1])
-                    prefilled = prefilled_tokens(wanted[:, :-1], length)
-                    rows = replace(rows, prefilled=known(prefilled.tolist()))
-                experts = None if experts is None else experts.flatten(0, 1)
-                hidden = self.graph.hidden(tokens.flatten(), rows, experts, in_row)
-                return hidden[wanted.flatten()]
+                return self._hidden_of_padded(tokens, wanted, experts, pictures)
             experts = None if experts is None else experts[packed.kept]
+            in_row = None if pictures is None else pictures.of(packed.kept)
             hidden = self.graph.hidden(tokens[packed.kept], packed.sequences, experts, in_row)
             return Pick.apply(hidden, packed.places[wanted])
+        self._refuse_without_engine(experts, packed, pictures)
+        with self.router_log.one_forward():
+            return self.module.base_model(input_ids=tokens, use_cache=False).last_hidden_state[
+                wanted
+            ]
+
+    def _hidden_of_padded(
+        self,
+        tokens: Tensor,
+        wanted: Tensor,
+        experts: Tensor | None,
+        pictures: PictureRows | None,
+    ) -> Tensor:
+        """Return `hidden` of the engine's graph over sequences with their padding."""
+        rows = Sequences.apart([tokens.shape[1]] * len(tokens))
+        if self.graph.keeps_states:
+            length = torch.full_like(tokens[:, 0], tokens.shape[1])
+            prefilled = prefilled_tokens(wanted[:, :-1], length)
+            rows = replace(rows, prefilled=known(prefilled.tolist()))
+        experts = None if experts is None else experts.flatten(0, 1)
+        in_row = None if pictures is None else pictures.of(torch.ones_like(wanted))
+        return self.graph.hidden(tokens.flatten(), rows, experts, in_row)[wanted.flatten()]
+
+    @staticmethod
+    def _refuse_without_engine(
+        experts: Tensor | None, packed: Packed | None, pictures: PictureRows | None
+    ) -> None:
+        """Raise `GraphError` for arguments of `hidden` that transformers' operators cannot take."""
         if pictures is not None:
             raise GraphError(
                 "prompts with pictures need the engine's operators, whose tower made the language"
@@ -351,10 +371,6 @@ class LowBitModel(nn.Module):
                 " sequences padded (learner.packing false) and rollout.router_replay false, or set"
                 " learner.operators to 'engine'"
             )
-        with self.router_log.one_forward():
-            return self.module.base_model(input_ids=tokens, use_cache=False).last_hidden_state[
-                wanted
-            ]
 
     def checkpoint_layers(self, checkpointing: bool) -> None:
         """Set whether only every decoder layer's input is kept between forward and backward.
