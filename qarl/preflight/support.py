@@ -117,25 +117,20 @@ def require_engine_model(
     if read_answer("engine model", question):
         return
     if quantization is None:
-        _require_loadable(model, layers, dtype)
+        from qarl.quant.model.engine_model import engine_model
+
+        try:
+            engine_model(model, layers.shapes, dtype)
+        except NoEngineModelError:
+            raise
+        except GraphError:
+            pass  # vLLM runs it, and the learner can have transformers' operators
     else:
         from qarl.quant.graph.skeleton import build_skeleton
 
         device = torch.device("cpu")
         build_skeleton(model.config, type(model).__name__, quantization, dtype, device)
     keep_answer("engine model", question, True)
-
-
-def _require_loadable(model: PreTrainedModel, layers: LayerPlan, dtype: torch.dtype) -> None:
-    """Raise `NoEngineModelError` if vLLM has no model that is this one, in the compute dtype."""
-    from qarl.quant.model.engine_model import engine_model
-
-    try:
-        engine_model(model, layers.shapes, dtype)
-    except NoEngineModelError:
-        raise
-    except GraphError:
-        pass  # vLLM runs it, and the learner can have transformers' operators
 
 
 def require_divisible(config: RunConfig, model: PreTrainedModel, layers: LayerPlan) -> None:

@@ -536,17 +536,6 @@ class RunConfig(Section):
         ),
     )
 
-    @model_validator(mode="after")
-    def _consistent(self) -> "RunConfig":
-        if self.from_rollouts is not None:
-            self._check_replay(self.from_rollouts)
-        self._check_sections()
-        if self.bitwise:
-            self._check_bitwise()
-        if self.quantization.init is not None:
-            self._check_calibrated_start(self.quantization.init)
-        return self
-
     @property
     def engine_here(self) -> bool:
         """Return whether the run has an engine in its own processes, not servers or none."""
@@ -561,8 +550,11 @@ class RunConfig(Section):
         engines = learner.kernel in ("auto", "vllm") and learner.operators != "transformers"
         return not learner.aligned or (engines and self.engine_here)
 
-    def _check_sections(self) -> None:
+    @model_validator(mode="after")
+    def _consistent(self) -> "RunConfig":
         """Raise `ValueError` if settings of different sections contradict each other."""
+        if self.from_rollouts is not None:
+            self._check_replay(self.from_rollouts)
         learner = self.learner
         rollout = self.rollout
         kv_cache = self.quantization.kv_cache
@@ -611,6 +603,11 @@ class RunConfig(Section):
                 " sequence, rollout.max_prompt_tokens + rollout.max_new_tokens ="
                 f" {rollout.longest}; raise the first or lower the others"
             )
+        if self.bitwise:
+            self._check_bitwise()
+        if self.quantization.init is not None:
+            self._check_calibrated_start(self.quantization.init)
+        return self
 
     def _check_ranks(self, ranks: int) -> None:
         """Raise `ValueError` if the learner cannot sum as this many ranks of an engine do."""
