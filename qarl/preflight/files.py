@@ -38,7 +38,8 @@ def check_files(config: RunConfig, new: bool = True, dry: bool = False) -> Task:
         require_llmcompressor()
     if config.learner.deepspeed is not None:
         read_deepspeed_file(config.learner.deepspeed)
-    check_rollouts(config)
+    if config.from_rollouts is not None:
+        check_rollouts(config, config.from_rollouts)
     check_named_model(config, dry)
     return check_task(config)
 

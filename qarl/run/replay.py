@@ -36,21 +36,21 @@ def replay_config(overrides: Mapping[str, str]) -> RunConfig:
     )
 
 
-def check_rollouts(config: RunConfig) -> None:
-    """Raise `ConfigError` if the completions of `from_rollouts` were sampled with other settings or
-    are incomplete, and `TokenFileError` for a damaged file. Without `from_rollouts`, do nothing.
+def check_rollouts(config: RunConfig, run: str) -> None:
+    """Raise `ConfigError` if a run's completions are incomplete or were sampled otherwise, and
+    `TokenFileError` for a damaged file.
+
+    run: its folder, `from_rollouts`.
     """
-    if config.from_rollouts is None:
-        return
     from qarl.report.token_files import counts, step_files
 
-    folder = RunFolder.open(Path(config.from_rollouts))
+    folder = RunFolder.open(Path(run))
     recorded_config = with_absolute_paths(folder.config())
     for path, (before, after) in differing(recorded_config, with_absolute_paths(config)).items():
         # The memory plan fills in kv_cache_gib, so it may differ.
         if path.split(".")[0] in _SAMPLED_WITH and path != "rollout.kv_cache_gib":
             raise ConfigError(
-                f"run {config.from_rollouts!r} was sampled with {path} {before!r}, and"
+                f"run {run!r} was sampled with {path} {before!r}, and"
                 f" {shown(path)} {after!r} has no effect on its completions; omit it, or"
                 " train without from_rollouts"
             )
@@ -61,7 +61,7 @@ def check_rollouts(config: RunConfig) -> None:
             of = f"{recorded} of the {completions} completions" if recorded else "no completions"
             fewer = f"give --steps {step - 1}, or " if step > 1 else ""
             raise ConfigError(
-                f"run {config.from_rollouts!r} has recorded {of} of step {step}, of {config.steps}"
+                f"run {run!r} has recorded {of} of step {step}, of {config.steps}"
                 f" to learn from; {fewer}take a run that was started with --record all"
             )
 
