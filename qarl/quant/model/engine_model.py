@@ -57,74 +57,47 @@ def engine_model(
     tensors = _checkpoint_tensors(model, shapes)
     sources = trace_loading(skeleton, tensors).sources
     _refuse_shared_head(model, architecture, tensors, sources)
-    biases: list[Any] = []  # correction biases of routers
-    stacked = {}
-    unusual = {}
-    experts = {}
-    read = {}
-    in_fp32 = set()
-    divided: dict[str, Divided] = {}
-    biased = set()
-    not_by_ranks = ""
-    heads = []
-    embeddings = []
     modules = dict(skeleton.module.named_modules())
     _refuse_unloaded(skeleton.module, architecture, sources)
     for name, module in modules.items():
         refuse_unknown(name, module, sources, () if whole is None else whole.towers)
-        not_by_ranks = not_by_ranks or undivided(name, module)
-        multiplies = isinstance(module, LinearBase) and not is_convolution(module)
-        if keeps_state(module):
-            in_fp32 |= {
-                source
-                for key, parameter in module._parameters.items()
-                for source in sources[name, key]
-                if parameter is not None and parameter.dtype == torch.float32
-            }
-        elif multiplies:
-            if module.params_dtype != dtype or isinstance(module, GateLinear):
-                unusual[name] = module
-            if module.bias is not None:
-                biased.add(name)
-            if not module.disable_tp and isinstance(module, RowParallelLinear):
-                divided[name] = "columns"
-            elif not module.disable_tp and isinstance(module, QKVParallelLinear):
-                divided[name] = "heads"
-            elif not module.disable_tp and isinstance(module, ColumnParallelLinear):
-                divided[name] = "rows"
-            stacked[name] = tuple(
-                source.removesuffix(".weight") for source in sources.get((name, "weight"), ())
-            )
-        elif isinstance(module, ParallelLMHead):
-            heads.append(name)
-        elif isinstance(module, VocabParallelEmbedding):
-            embeddings.append(name)
-        elif isinstance(module, MoERunner):
-            experts[name] = _experts_of(name, sources)
-            biases.append(getattr(module.router, "e_score_correction_bias", None))
-        multiplied = ("weight", "bias") if multiplies or isinstance(module, ParallelLMHead) else ()
-        for key in {*module._parameters, *module._buffers} - {*multiplied}:
-            if len(sources.get((name, key), ())) == 1:
-                read[name, key] = sources[name, key][0]
-    # The tensor may be a parameter of another module than the router.
-    bias_ids = {id(bias) for bias in biases if bias is not None}
-    bias_keys = [
-        (name, key)
+    linears = {
+        name: module
         for name, module in modules.items()
-        for key, parameter in module._parameters.items()
-        if id(parameter) in bias_ids
+        if isinstance(module, LinearBase) and not is_convolution(module)
+    }
+    heads = [name for name, module in modules.items() if isinstance(module, ParallelLMHead)]
+    embeddings = [
+        name
+        for name, module in modules.items()
+        if isinstance(module, VocabParallelEmbedding) and name not in heads
     ]
+    divided = {name: _divided(module) for name, module in linears.items()}
+    reasons = (undivided(name, module) for name, module in modules.items())
     return EngineModel(
         architecture=architecture,
-        steering=tuple(source for key in bias_keys for source in sources.get(key, ())),
-        unusual=unusual,
-        stacked=stacked,
-        divided=divided,
-        biased=biased,
-        not_by_ranks=not_by_ranks,
-        experts=experts,
-        read=read,
-        in_fp32=in_fp32,
+        steering=_correction_biases(modules, sources),
+        unusual={
+            name: module
+            for name, module in linears.items()
+            if module.params_dtype != dtype or isinstance(module, GateLinear)
+        },
+        stacked={
+            name: tuple(
+                layer.removesuffix(".weight") for layer in sources.get((name, "weight"), ())
+            )
+            for name in linears
+        },
+        divided={name: part for name, part in divided.items() if part is not None},
+        biased={name for name, module in linears.items() if module.bias is not None},
+        not_by_ranks=next(filter(None, reasons), ""),
+        experts={
+            name: _experts_of(name, sources)
+            for name, module in modules.items()
+            if isinstance(module, MoERunner)
+        },
+        read=_single_tensors(modules, {*linears, *heads}, sources),
+        in_fp32=_in_fp32(modules, sources),
         heads=tuple(heads or embeddings[:1]),
         embedding=embeddings[0] if embeddings else "",
     )
@@ -146,6 +119,68 @@ def _refuse_unloaded(
                 " has no weight: vLLM's class and transformers' are of different models; take"
                 " another model"
             )
+
+
+def _divided(linear: LinearBase) -> Divided | None:
+    """Return what a tensor-parallel engine divides of a layer's weight; None if nothing."""
+    if linear.disable_tp:
+        return None
+    if isinstance(linear, RowParallelLinear):
+        return "columns"
+    if isinstance(linear, QKVParallelLinear):
+        return "heads"
+    return "rows" if isinstance(linear, ColumnParallelLinear) else None
+
+
+def _correction_biases(
+    modules: Mapping[str, nn.Module], sources: Mapping[tuple[str, str], list[str]]
+) -> tuple[str, ...]:
+    """Return the checkpoint names of routers' correction biases.
+
+    Such a tensor may be a parameter of another module than the router.
+    """
+    routers: list[Any] = [m.router for m in modules.values() if isinstance(m, MoERunner)]
+    biases = [getattr(router, "e_score_correction_bias", None) for router in routers]
+    ids = {id(bias) for bias in biases if bias is not None}
+    return tuple(
+        source
+        for name, module in modules.items()
+        for key, parameter in module._parameters.items()
+        if id(parameter) in ids
+        for source in sources.get((name, key), ())
+    )
+
+
+def _single_tensors(
+    modules: Mapping[str, nn.Module],
+    multiplied: Collection[str],
+    sources: Mapping[tuple[str, str], list[str]],
+) -> dict[tuple[str, str], str]:
+    """Return (module, parameter) → checkpoint name of what is one tensor there.
+
+    multiplied: names of modules whose weight and bias are left out.
+    """
+    read = {}
+    for name, module in modules.items():
+        taken = {"weight", "bias"} if name in multiplied else set()
+        for key in {*module._parameters, *module._buffers} - taken:
+            if len(sources.get((name, key), ())) == 1:
+                read[name, key] = sources[name, key][0]
+    return read
+
+
+def _in_fp32(
+    modules: Mapping[str, nn.Module], sources: Mapping[tuple[str, str], list[str]]
+) -> set[str]:
+    """Return the checkpoint names of the float32 parameters of layers that keep a state."""
+    return {
+        source
+        for name, module in modules.items()
+        if keeps_state(module)
+        for key, parameter in module._parameters.items()
+        if parameter is not None and parameter.dtype == torch.float32
+        for source in sources[name, key]
+    }
 
 
 def _refuse_shared_head(
