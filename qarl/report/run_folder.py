@@ -322,7 +322,7 @@ def read_metrics(file: Path, last_step: int | None = None) -> list[dict[str, Any
         try:
             step = json.loads(line)
             if not isinstance(step, dict):
-                raise ValueError(f"it holds a {type(step).__name__}")
+                raise ValueError(f"it is of type {type(step).__name__}")
         except ValueError as error:
             raise ConfigError(
                 f"{str(file)!r}, line {number}, is not a JSON object ({error}); remove that line"
