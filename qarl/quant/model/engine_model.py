@@ -72,7 +72,11 @@ def engine_model(
         for name, module in modules.items()
         if isinstance(module, VocabParallelEmbedding) and name not in heads
     ]
-    divided = {name: _divided(module) for name, module in linears.items()}
+    divided: dict[str, Divided] = {}
+    for name, linear in linears.items():
+        part = _divided(linear)
+        if part is not None:
+            divided[name] = part
     reasons = (undivided(name, module) for name, module in modules.items())
     return EngineModel(
         architecture=architecture,
@@ -88,7 +92,7 @@ def engine_model(
             )
             for name in linears
         },
-        divided={name: part for name, part in divided.items() if part is not None},
+        divided=divided,
         biased={name for name, module in linears.items() if module.bias is not None},
         not_by_ranks=next(filter(None, reasons), ""),
         experts={
