@@ -1,4 +1,5 @@
-"""`python -m benchmarks communication`: bytes that learner processes send in a step.
+"""`python -m benchmarks communication`: bytes that learner processes send in a step, and how many
+bytes of codes each has.
 
 Rows are by scheme and optimizer. One of the processes is started by
 
@@ -10,13 +11,15 @@ reduce, and twice that in an all-reduce. A point-to-point message counts its own
 needs fewer bytes than a ring, so a real network sees at least as many.
 """
 
+import contextlib
 import dataclasses
 import json
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +40,12 @@ from qarl.learner.optim.sharded import masters_mesh
 from qarl.learner.processes import Processes, join_processes, leave_processes
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import LayerContext
+from qarl.quant.layers.experts import RoutedLowBitExperts
+from qarl.quant.layers.linear import LowBitLinear
+from qarl.quant.materialize.code_changes import quantized_weights
+from qarl.quant.materialize.experts import LowBitExperts
 from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.runtime.replaced import replaced
 from qarl.quant.schemes import get_scheme
 from qarl.report.tables import PlainTable
 
@@ -70,6 +78,10 @@ class Traffic:
     """Bytes that one process sends, averaged over the processes."""
     share: float
     """`sent` divided by the bytes of the fp32 masters."""
+    held: int
+    """Bytes of quantized layers' codes and scales that the first process has between steps."""
+    most: int
+    """Largest number of bytes of them that it has at once within a step."""
 
 
 def measure(
@@ -141,7 +153,7 @@ def _launch(
 
 def table(rows: Sequence[Traffic]) -> PlainTable:
     """Format the rows as a table to print."""
-    figures = ("processes", "KiB", "x masters")
+    figures = ("processes", "KiB", "x masters", "codes held, KiB", "most")
     shown = PlainTable(
         "scheme",
         "optimizer",
@@ -157,6 +169,7 @@ def table(rows: Sequence[Traffic]) -> PlainTable:
     for row in rows:
         codes = "kept" if row.keeps else "gathered"
         sizes = f"{row.sent / 1024:,.0f}", f"{row.share:.2f}"
+        codes_sizes = f"{row.held / 1024:,.0f}", f"{row.most / 1024:,.0f}"
         shown.add_row(
             row.scheme,
             row.optimizer,
@@ -164,6 +177,7 @@ def table(rows: Sequence[Traffic]) -> PlainTable:
             codes,
             str(row.processes),
             *sizes,
+            *codes_sizes,
         )
     return shown
 
@@ -171,6 +185,48 @@ def table(rows: Sequence[Traffic]) -> PlainTable:
 def as_data(rows: Sequence[Traffic]) -> list[dict[str, Any]]:
     """Return the rows as JSON-ready dictionaries."""
     return [dataclasses.asdict(row) for row in rows]
+
+
+class CodesInMemory:
+    """Count of the bytes of codes and scales that quantized layers have made and that are alive.
+
+    Layers that are materialized inside the context are counted.
+    """
+
+    def __init__(self):
+        self.most = 0
+        self._tensors: list[weakref.ref[torch.Tensor]] = []
+
+    @property
+    def held(self) -> int:
+        """Bytes that are alive, each storage once."""
+        alive = [tensor for reference in self._tensors if (tensor := reference()) is not None]
+        self._tensors = [weakref.ref(tensor) for tensor in alive]
+        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive}
+        return sum(storages.values())
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count what layers make in this context."""
+        with contextlib.ExitStack() as stack:
+            for layer in (LowBitLinear, RoutedLowBitExperts):
+                counted = self._counting(layer._materialize)
+                stack.enter_context(replaced(layer, _materialize=counted))
+            yield
+
+    def _counting(self, materialize: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def count(layer: Any, out: Any) -> Any:
+            result = materialize(layer, out)
+            experts = result.experts if isinstance(result, LowBitExperts) else ()
+            views = [weight for expert in experts for weight in (expert.gate_up, expert.down)]
+            weights = quantized_weights(result)
+            for weight in [*weights, *views] if weights else []:
+                tensors = (weight.codes, weight.scale)
+                self._tensors += [weakref.ref(t) for t in tensors if t is not None]
+            self.most = max(self.most, self.held)
+            return result
+
+        return count
 
 
 class Sent(TorchDispatchMode):
@@ -224,16 +280,26 @@ def _worker(folder: Path) -> None:
     batch = make_batch(groups_of(draw_sequences(MODEL, seed=0)), PAD)
     rows = []
     for job in json.loads((folder / "jobs.json").read_text()):
-        learner = _learner(folder / "model", job, processes, int(batch.length.sum()))
-        learner.learn(batch, 0)
-        with Sent(processes.world) as sent:
-            stats = learner.learn(batch, 1)
+        codes = CodesInMemory()
+        with codes.counted():
+            learner = _learner(folder / "model", job, processes, int(batch.length.sum()))
+            learner.learn(batch, 0)
+            codes.most = held = codes.held
+            with Sent(processes.world) as sent:
+                stats = learner.learn(batch, 1)
         assert stats.updates == UPDATES
         mean = sum(processes.gathered(sent.bytes)) / processes.world
         parameters = sum(p.numel() for p in learner.model.masters.values())
         masters_bytes = 4 * parameters
         rows.append(
-            Traffic(**job, processes=processes.world, sent=round(mean), share=mean / masters_bytes)
+            Traffic(
+                **job,
+                processes=processes.world,
+                sent=round(mean),
+                share=mean / masters_bytes,
+                held=held,
+                most=codes.most,
+            )
         )
     if processes.first:
         (folder / "rows.json").write_text(json.dumps(as_data(rows)))
