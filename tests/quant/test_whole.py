@@ -18,7 +18,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForImageTextToText
-from transformers.utils import is_torchvision_available
+from transformers.utils.import_utils import is_torchvision_available
 
 from qarl.quant.checkpoint.load import load_masters, model_skeleton
 from qarl.quant.checkpoint.whole import Whole, read_whole, whole_of

@@ -59,7 +59,7 @@ def stand_in_for_torchvision() -> None:
     Does nothing if torchvision is installed; idempotent. Elsewhere `import torchvision` fails as
     before, and transformers takes it for missing.
     """
-    from transformers.utils import is_torchvision_available
+    from transformers.utils.import_utils import is_torchvision_available
     from vllm.model_executor.models.registry import _LazyRegisteredModel
 
     load = _LazyRegisteredModel.load_model_cls
