@@ -4,24 +4,26 @@ refuses.
 
 import inspect
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    AXK1Config,
     BambaConfig,
     BloomConfig,
-    AXK1Config,
     BloomForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     GlmMoeDsaConfig,
     JambaConfig,
     MambaConfig,
+    MiMoV2FlashConfig,
     OlmoHybridConfig,
     Zamba2Config,
-    MiMoV2FlashConfig,
 )
 
 from qarl.configs.errors import GraphError, NoEngineModelError
@@ -209,8 +211,6 @@ ZAMBA = {
             Zamba2Config(**{**ZAMBA, "num_key_value_heads": 2}),
             r"has \d+ rows in .*qkv_proj', and this model \d+, in .*q_proj.*of heads",
         ),
-    ],
-    ids=lambda value: type(value).__name__ if hasattr(value, "model_type") else "",
         (
             MiMoV2FlashConfig(**SIZES, n_routed_experts=4, num_experts_per_tok=2),
             r"it reads 'hybrid_layer_pattern' of config\.json, of which.*; add the field as",
@@ -226,6 +226,8 @@ ZAMBA = {
             ),
             r"AXK1ForCausalLM has a norm 'model\.layers\.0\.post_mlp_layernorm', for which",
         ),
+    ],
+    ids=lambda value: type(value).__name__ if hasattr(value, "model_type") else "",
 )
 def test_a_model_that_vllm_does_not_run_is_refused_with_its_reason(config: Any, words: str):
     """Contract: `qarl schemes` and a run's checks say so from the configuration alone, though
@@ -238,6 +240,21 @@ def test_a_model_that_vllm_does_not_run_is_refused_with_its_reason(config: Any, 
     answer = agreement(empty, torch.bfloat16)
     assert answer.level == "no engine"
     assert re.search(words, answer.reason)
+
+
+@no_cuda
+def test_a_checkpoint_whose_names_vllm_does_not_know_has_no_engine():
+    """Contract: the reason names the first such tensor, without vLLM's list of all it knows."""
+    from qarl.quant.graph.loading import trace_loading
+
+    class Model(nn.Module):
+        def load_weights(self, weights: Any) -> None:
+            raise ValueError("no parameter named 'b.weight'. The available parameters are: {'a'}")
+
+    config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.bfloat16))
+    skeleton: Any = SimpleNamespace(module=Model(), config=config)
+    with pytest.raises(NoEngineModelError, match=r"names: ValueError: no .* 'b\.weight'; take the"):
+        trace_loading(skeleton, {"b.weight": (2, 2)})
 
 
 @no_cuda

@@ -20,6 +20,9 @@ from qarl.configs.errors import GraphError, NoEngineModelError
 from qarl.quant.graph.skeleton import Skeleton, quiet
 from qarl.quant.kernels.vllm import alone
 
+_AVAILABLE = ". The available parameters"
+"""Words of vLLM's error before a list of all names."""
+
 
 @dataclass(frozen=True)
 class Loading:
@@ -36,7 +39,7 @@ def trace_loading(
 ) -> Loading:
     """Return which checkpoint tensors vLLM loads into each parameter.
 
-    Raises `GraphError` if vLLM cannot load such a checkpoint.
+    Raises `NoEngineModelError` if vLLM cannot load such a checkpoint.
 
     Args:
         skeleton: vLLM's model.
@@ -96,8 +99,11 @@ def trace_loading(
     # Models' own loaders raise anything for names they do not know.
     except Exception as error:
         kind = type(skeleton.module).__name__
-        reason = f"{type(error).__name__}: {error}"
-        raise GraphError(f"vLLM's {kind} loads no checkpoint of such names: {reason}") from error
+        reason = f"{type(error).__name__}: {error}".partition(_AVAILABLE)[0]
+        raise NoEngineModelError(
+            f"vLLM's {kind} loads no checkpoint of such names: {reason}; take the checkpoint that"
+            " its publisher wrote, or another model"
+        ) from error
     sources = {key: [name for _, name in _in_order(parts)] for key, parts in taken.items()}
     if in_order:
         _refuse_other_sizes(skeleton.module, sources, rows)
