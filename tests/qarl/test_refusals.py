@@ -184,7 +184,12 @@ REFUSED_COMMANDS = [
     ("train --scheme W4A16", "did you mean 'w4a16'?"),
     ("train --output taken", "run folder 'taken' exists; give another --output"),
     ("train --model tiny-qwen", "did you mean 'tiny-qwen3'?"),
-    ("train --model Qwen3-0.6B", "as in Qwen/Qwen3-0.6B"),
+    # little memory is asked for, which is checked before the name
+    (
+        "train --model Qwen3-0.6B --max-new-tokens 64 --learner.micro_batch_tokens 2112"
+        " --learner.lora.name lora",
+        "as in Qwen/Qwen3-0.6B",
+    ),
     ("train --model model.gguf", "'model.gguf' is a GGUF file; give the original checkpoint"),
     ("check --model ./model.gguf", "'./model.gguf' is a GGUF file"),
     ("mismatch --model model.gguf", "'model.gguf' is a GGUF file"),
