@@ -28,7 +28,7 @@ from qarl.quant.schemes import COMPUTE_DTYPES, get_scheme
 from qarl.run.policy import Architecture, enable_batch_invariance, open_architecture
 
 _CPU_RANKS = (2, 3, 4, 8)
-"""Numbers of ranks for which vLLM 0.32 has sums in shared memory."""
+"""Numbers of ranks for which vLLM 0.32 has sums and gathers in shared memory, where it has them."""
 _DELTA_HEADS = (64, 128)
 """Columns of a key and a value for which vLLM 0.32 has gated delta nets on CPUs."""
 
