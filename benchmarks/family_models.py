@@ -54,15 +54,15 @@ _POSITIONS = {
         "mrope_section": [6, 5, 5],
     }
 }
+_QWEN_TOWER = {
+    "depth": 1,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 2,
+    "out_hidden_size": 128,
+}
 _PICTURES = {
-    "vision_config": {
-        "depth": 1,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_heads": 2,
-        "out_hidden_size": 128,
-        "deepstack_visual_indexes": [0],
-    },
+    "vision_config": {**_QWEN_TOWER, "deepstack_visual_indexes": [0]},
     "image_token_id": 500,
     "video_token_id": 501,
     "vision_start_token_id": 502,
@@ -491,14 +491,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "text_config": _POSITIONS,
             **_PICTURES,
-            "vision_config": {
-                "depth": 1,
-                "hidden_size": 64,
-                "intermediate_size": 128,
-                "num_heads": 2,
-                "out_hidden_size": 128,
-                "fullatt_block_indexes": [0],
-            },
+            "vision_config": {**_QWEN_TOWER, "fullatt_block_indexes": [0]},
         },
     ),
     "mistral3-vl": (
