@@ -36,7 +36,8 @@ def refuse_unknown(
     beside the language model, among them parameters of the whole model's own, which text does not
     read (`image_newline`).
     """
-    if not name and {key for key, p in module._parameters.items() if p is not None} <= {*towers}:
+    own = {key for key, parameter in module._parameters.items() if parameter is not None}
+    if not name and own and own <= {*towers}:
         return
     needed = _needed(name, module, sources)
     if needed:
