@@ -226,7 +226,7 @@ def whole_prefix(tensors: dict[str, torch.Tensor]) -> str:
 @no_cuda
 def test_a_models_own_parameters_are_a_towers():
     """Contract: LLaVA-NeXT's `image_newline` belongs to the whole's class itself; no layer of the
-    language model is left out with it.
+    language model is left out with it. LLaVA-OneVision's class does not say which parts it has.
     """
     from qarl.quant.kernels.engine_layers import without_towers
 
@@ -236,6 +236,8 @@ def test_a_models_own_parameters_are_a_towers():
     model.vision_tower = nn.Linear(2, 2)
     model.projector_head = nn.Linear(2, 2)
     assert [name for name, _ in without_towers(model)] == ["", "vision_tower", "projector_head"]
+    model.supports_multimodal = True  # type: ignore[assignment]
+    assert [name for name, _ in without_towers(model)] == ["vision_tower", "projector_head"]
     model.get_mm_mapping = lambda: parts  # type: ignore[assignment]
     assert [name for name, _ in without_towers(model)] == ["projector_head"]
 

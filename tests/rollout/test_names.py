@@ -44,3 +44,5 @@ def test_weights_decide_whether_vllms_head_is_tied(seed: int, tmp_path: Path):
     assert names[embedding] == [EMBEDDING]
     if files != "other":
         assert layer_names(skeleton.module, "lm_head", head) == ["lm_head"]
+        # of a model with pictures
+        assert layer_names(skeleton.module, "language_model.lm_head", head) == ["lm_head"]

@@ -42,8 +42,9 @@ def without_towers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """
     mapping = model.get_mm_mapping() if hasattr(model, "get_mm_mapping") else None  # type: ignore[operator]
     parts = () if mapping is None else (*mapping.tower_model, *mapping.connector)
+    is_whole = mapping is not None or bool(getattr(model, "supports_multimodal", False))
     for name, module in model.named_modules():
-        is_own = mapping is not None and not name
+        is_own = is_whole and not name
         if not is_own and not any(name == part or name.startswith(f"{part}.") for part in parts):
             yield name, module
 

@@ -81,9 +81,14 @@ def layer_names(model: nn.Module, name: str, module: nn.Module) -> list[str]:
     """Return the checkpoint names of the layers in a traced model's module.
 
     They are in the order of the module's rows. Returns the module's own name if nothing is loaded
-    into it, as for a tied head.
+    into it. A tied head is named as in the files, or without the name of the language model that it
+    is a part of: vLLM has `language_model.lm_head` where checkpoints have `lm_head`.
     """
-    names = [name] if _tied_head(model, module) else _MULTIPLIED[model].get(name, [name])
+    if _tied_head(model, module):
+        last = name.rpartition(".")[2]
+        loaded = _MULTIPLIED[model].get(name, [])
+        return [layer for layer in loaded if layer.rpartition(".")[2] == last] or [last]
+    names = _MULTIPLIED[model].get(name, [name])
     if isinstance(module, RoutedExperts):
         # beside a correction bias, which is no expert's
         befores = [name.partition(".experts.")[0] for name in names if ".experts." in name]
