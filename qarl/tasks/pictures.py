@@ -27,7 +27,8 @@ _FORMS = (
 
 
 def column_of_pictures(row: Row) -> str | None:
-    """Return the name of the row's column of pictures; None if it has none.
+    """Return the name of the row's column of pictures; None if it has none, or null or an empty
+    list in it.
 
     Raises `TaskError` if it has several.
     """
@@ -122,8 +123,8 @@ class MessagePictures:
 
 
 def _is_nothing(value: Any) -> bool:
-    """Return whether a value stands for no picture."""
-    return value is None or value in ("", []) if not hasattr(value, "getpixel") else False
+    """Return whether a value stands for no picture. An empty path does not: it may be a mistake."""
+    return value is None or (isinstance(value, list | tuple) and not value)
 
 
 def _picture(row: Row, column: str, value: Any) -> Picture:
@@ -154,6 +155,11 @@ def _source(row: Row, column: str, value: Any) -> Path | bytes:
         value = value.get("bytes") or value.get("path")
     if isinstance(value, bytes):
         return value
+    if isinstance(value, str) and not value.strip():
+        raise TaskError(
+            f"{row.where}: {column!r} has an empty path, {value!r}; give the picture's path. A"
+            " question without a picture has null (.jsonl, .parquet), or a file without this column"
+        )
     if isinstance(value, str) and "://" not in value and not value.startswith("data:"):
         return _folder(row) / Path(value).expanduser()
     remedy = "; download it first" if isinstance(value, str) else ""

@@ -53,7 +53,8 @@ def test_a_column_holds_paths_bytes_or_pictures_of_pillow(folder: Path):
         (folder / "b.png").read_bytes(),
     ]
     assert problem.metadata == {"note": 3}
-    assert not read(folder, {"image": None}).pictures
+    for nothing in (None, []):
+        assert not read(folder, {"image": nothing}).pictures
 
 
 def test_parts_of_messages_are_places_of_pictures(folder: Path):
@@ -92,6 +93,12 @@ IMAGE = {"type": "image"}
         ({"image": "d.png"}, r"'image': the picture .*d\.png cannot be read: No such file"),
         ({"image": {"bytes": b"abc", "path": "a.png"}}, r"of 3 bytes is in no known format"),
         ({"image": "https://host/a.png"}, r"'image' must be a path .*download it first"),
+        ({"image": ""}, r"'image' has an empty path, ''; .*has null \(\.jsonl"),
+        ({"images": ["a.png", " "]}, r"'images' has an empty path, ' '"),
+        (
+            {"question": [{"role": "user", "content": [{"type": "image", "path": ""}]}]},
+            r"\"a message's image\" has an empty path",
+        ),
         ({"image": 7}, r"'image' must be a path .*got 7"),
         ({"image": "a.png", "pictures": "b.png"}, r"columns 'image' and 'pictures' both hold"),
         (
