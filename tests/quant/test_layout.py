@@ -7,7 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import Llama4TextConfig, Qwen3NextConfig
+from transformers import (
+    AriaTextConfig,
+    Llama4TextConfig,
+    LongcatFlashConfig,
+    Qwen3NextConfig,
+)
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from qarl.cli.schemes import checkpoint_bytes
@@ -165,11 +170,29 @@ def test_routers_and_shared_expert_gates_stay_in_the_compute_dtype(kind: str, tm
     assert set(plan.ignored) == expected
 
 
-def test_unknown_layouts_are_refused_from_the_skeleton(tmp_path: Path):
-    Llama4TextConfig(**SIZES, num_local_experts=4, intermediate_size_mlp=128).save_pretrained(
-        tmp_path
-    )
-    with pytest.raises(SchemeError, match=r"'llama4_text'.*router weighs.*; known are mixtures of"):
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            Llama4TextConfig(**SIZES, num_local_experts=4, intermediate_size_mlp=128),
+            r"'llama4_text'.*router weighs.*; known are mixtures of",
+        ),
+        (
+            AriaTextConfig(**SIZES, moe_num_experts=4, moe_topk=2),
+            r"'aria_text'.*, which are transposed, \[E, H, 2I\] and \[E, I, H\]; known are",
+        ),
+        (
+            LongcatFlashConfig(
+                **SIZES, n_routed_experts=4, zero_expert_num=2, expert_ffn_hidden_size=64
+            ),
+            r"'longcat_flash'.*, of which 2 return their input and have no down_proj",
+        ),
+    ],
+    ids=["llama4", "aria", "longcat"],
+)
+def test_unknown_layouts_are_refused_from_the_skeleton(config: Any, words: str, tmp_path: Path):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(SchemeError, match=words):
         model_skeleton(tmp_path)
 
 

@@ -141,6 +141,11 @@ def refuse_missing(folder: Path, model: PreTrainedModel, missing: Collection[str
     heads = [f"{name}.weight" for name, module in model.named_modules() if module is head]
     if heads == list(missing):
         remedy = "set tie_word_embeddings to true there if the embedding is the head"
+    elif whole_of(model.config) is not None:
+        remedy = (
+            "names of the whole model may be others than those of its language model alone, and"
+            " then take another model"
+        )
     else:
         remedy = "correct it there if it is wrong"
     raise ModelError(

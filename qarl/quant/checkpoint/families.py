@@ -13,7 +13,7 @@ Axes: E experts, H hidden columns, I expert columns.
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -191,15 +191,7 @@ def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
         known = stacks == {"gate_up_proj", "down_proj"} and _gate_rows_first(module)
         if not known or beside:
             others = f" beside {beside}" if beside else ""
-            transposed = {"gate_up_proj", "down_proj"} == stacks and not known
-            gateless = stacks == {"up_proj", "down_proj"}
-            layout = (
-                ", which are transposed and whose inputs the router weighs (Llama 4)"
-                if transposed
-                else ", without a gate"
-                if gateless
-                else ""
-            )
+            layout = _unknown_layout(module, stacks)
             raise SchemeError(
                 f"{name!r} of model type {model.config.model_type!r} is a {type(module).__name__}"
                 f" of 3-D weights {sorted(stacks)}{others}{layout}; known are"
@@ -207,6 +199,26 @@ def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
                 " biases, and gpt-oss's; take another model"
             )
         yield name, module
+
+
+def _unknown_layout(experts: nn.Module, stacks: Collection[str]) -> str:
+    """Return what is unknown about a layer's experts, in words after a comma; "" if only names are.
+
+    stacks: names of the 3-D parameters.
+    """
+    if stacks == {"up_proj", "down_proj"}:
+        return ", without a gate"
+    if stacks != {"gate_up_proj", "down_proj"}:
+        return ""
+    merged, down = (experts.get_parameter(key).shape for key in ("gate_up_proj", "down_proj"))
+    if len(merged) == len(down) == 3 and merged[0] != down[0]:
+        return (
+            f", of which {merged[0] - down[0]} return their input and have no down_proj (LongCat's"
+            " zero experts)"
+        )
+    if "Llama4" in type(experts).__name__:
+        return ", which are transposed and whose inputs the router weighs (Llama 4)"
+    return ", which are transposed, [E, H, 2I] and [E, I, H]"
 
 
 def _has_experts(config: PreTrainedConfig) -> bool:
@@ -275,8 +287,11 @@ def experts_shape(
 
 
 def _gate_rows_first(experts: nn.Module) -> bool:
-    """Return whether these are [E, 2I, H] and [E, H, I], not transposed (Llama 4, gpt-oss)."""
-    (_, merged, hidden), (_, rows, columns) = (
+    """Return whether these are [E, 2I, H] and [E, H, I] of the same experts, and not transposed
+    (Llama 4, gpt-oss).
+    """
+    (count, merged, hidden), (all_experts, rows, columns) = (
         experts.get_parameter(key).shape for key in ("gate_up_proj", "down_proj")
     )
-    return (merged, hidden) == (2 * columns, rows) and not getattr(experts, "is_transposed", False)
+    is_plain = (count, merged, hidden) == (all_experts, 2 * columns, rows)
+    return is_plain and not getattr(experts, "is_transposed", False)

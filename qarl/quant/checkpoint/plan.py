@@ -112,7 +112,7 @@ def make_plan(
         why = (
             "; the rules take them all, so give the scheme of most layers as `scheme`"
             if taken
-            else ""
+            else ", nor experts of a known layout: take scheme 'bf16', or another model"
         )
         raise SchemeError(
             f"scheme {main.name!r} quantizes none of the model's {len(shapes)} linear layers{why}"
