@@ -89,8 +89,10 @@ _FEW_INPUTS = 4
 
 _CHANGING_ROTATIONS = ("dynamic", "longrope", "su")
 
-TOWERS = {"vision_config": "pictures", "audio_config": "sound"}
+_TOWERS = {"vision_config": "pictures", "audio_config": "sound"}
 """Section of config.json that a part for other inputs than text has → these inputs."""
+_SOUND_ENCODER = "encoder_config"
+"""That section's name in Granite Speech. A model without a `text_config` has an encoder of text."""
 
 EXPERTS_A_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 """Names that configurations have for the number of experts a token is routed to."""
@@ -438,8 +440,15 @@ def tower_inputs(folder: Path) -> list[str]:
     """Return what a model takes beside text ("pictures", "sound"), by its config.json."""
     if not (folder / "config.json").is_file():
         return []
-    config = read_config(folder)
-    return [inputs for key, inputs in TOWERS.items() if config.get(key) is not None]
+    return inputs_beside_text(read_config(folder))
+
+
+def inputs_beside_text(settings: Mapping[str, Any]) -> list[str]:
+    """Return what the model of a config.json takes beside text ("pictures", "sound")."""
+    sections = dict(_TOWERS)
+    if settings.get("text_config") is not None:
+        sections[_SOUND_ENCODER] = "sound"
+    return [inputs for key, inputs in sections.items() if settings.get(key) is not None]
 
 
 def describe_towers(folder: Path, pictures: int = 0) -> str:

@@ -29,8 +29,8 @@ from qarl.quant.checkpoint.contents import (
 )
 from qarl.quant.checkpoint.families import fused_experts
 from qarl.quant.checkpoint.folder import (
-    TOWERS,
     check_model,
+    inputs_beside_text,
     local_folder,
     not_in_hub,
     tensor_shapes,
@@ -93,7 +93,7 @@ def causal_model(name: str, config: PreTrainedConfig) -> PreTrainedModel:
 
     Raises `ModelError` for another one, by the name under which the user gave it.
     """
-    beside = [inputs for key, inputs in TOWERS.items() if getattr(config, key, None) is not None]
+    beside = inputs_beside_text(vars(config))
     text = language_config(config) if beside else config
     if beside and text is None:
         raise ModelError(

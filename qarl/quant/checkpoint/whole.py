@@ -18,7 +18,7 @@ import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from qarl.configs.errors import ModelError
-from qarl.quant.checkpoint.folder import TOWERS, tensor_shapes
+from qarl.quant.checkpoint.folder import inputs_beside_text, tensor_shapes
 from qarl.quant.checkpoint.source_config import with_source_fields
 
 _TEXT_CLASSES = {
@@ -125,7 +125,7 @@ def _read_whole(folder: Path, written_at: int) -> Whole | None:
 
 def has_towers(settings: Mapping[str, Any]) -> bool:
     """Return whether a config.json is of a language model beside towers."""
-    return any(settings.get(key) is not None for key in TOWERS)
+    return bool(inputs_beside_text(settings))
 
 
 def _whole(settings: Mapping[str, Any], names: Collection[str]) -> Whole | None:
@@ -169,7 +169,12 @@ def served_settings(config: PreTrainedConfig, architecture: str) -> dict[str, An
     """
     whole = whole_of(config)
     if whole is None:
-        return {**with_source_fields(config.to_dict(), config), "architectures": [architecture]}
+        written = config.to_dict()
+        # of parts, classes refuse what only the whole's class leaves out of its file (DBRX)
+        for key, part in vars(config).items():
+            if isinstance(part, PreTrainedConfig) and key in written:
+                written[key] = part.to_diff_dict()
+        return {**with_source_fields(written, config), "architectures": [architecture]}
     settings: dict[str, Any] = copy.deepcopy(dict(whole.settings))
     for level in levels_of(settings):
         level["tie_word_embeddings"] = bool(config.tie_word_embeddings)

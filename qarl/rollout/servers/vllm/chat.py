@@ -103,7 +103,12 @@ def served_requests(
     from vllm.renderers import renderer_from_config
     from vllm.renderers.online_renderer import OnlineRenderer
 
-    settings: dict[str, Any] = {"dtype": dtype, "max_model_len": max_model_len}
+    # These requests are text. Processors of sound may need libraries that are not installed.
+    settings: dict[str, Any] = {
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "language_model_only": True,
+    }
     arguments = AsyncEngineArgs(model=str(folder), **settings)
     model = arguments.create_model_config()
     # As vLLM's own rendering server does: no weights are loaded, so no kernel is needed for them.
