@@ -21,6 +21,7 @@ from qarl.quant.kernels.supported import require_cache, require_support
 from qarl.quant.model.add_lora import adapted_weights
 from qarl.quant.model.kept_scales import check_scale_rule
 from qarl.quant.model.ranks import require_ranks
+from qarl.quant.model.surgery import refuse_changed_logits
 from qarl.quant.runtime.answers import keep_answer, read_answer
 from qarl.quant.runtime.batch_invariance import batch_invariant
 from qarl.quant.runtime.libraries import has_vllm, refuse_namesake, refuse_split_keys
@@ -71,7 +72,8 @@ def require_layers(config: RunConfig, model: PreTrainedModel, layers: LayerPlan)
     if on_cpu:
         require_states(config, model.config.get_text_config())
     if config.engine_here and has_vllm():
-        require_engine_model(model, layers, COMPUTE_DTYPES[config.dtype])
+        operators = config.learner.operators
+        require_engine_model(model, layers, COMPUTE_DTYPES[config.dtype], operators=operators)
         quantization = layers.quantization_config(config.quantization.kv_cache)
         if quantization is not None and on_cpu:
             require_engine_model(model, layers, COMPUTE_DTYPES[config.dtype], quantization)
@@ -98,22 +100,29 @@ def require_engine_model(
     layers: LayerPlan,
     dtype: torch.dtype,
     quantization: dict[str, Any] | None = None,
+    operators: str = "auto",
 ) -> None:
     """Raise `NoEngineModelError` with vLLM's reason if it has no such model on this machine, or if
     its class does not heed a setting of the model's.
 
-    A model that it has is cached on disk as an answer.
+    `GraphError`: the learner cannot compute through vLLM's model, and transformers' operators are
+    impossible or not wanted. A model that it has is cached on disk as an answer.
 
     Args:
         model: the model, which may be on the meta device.
         layers: the scheme and the shape of each of its layers.
         dtype: the engine's compute dtype.
         quantization: the checkpoint's `quantization_config`. None: unquantized.
+        operators: `learner.operators` of the run.
     """
     settings = json.dumps(
         [served_settings(model.config, type(model).__name__), quantization], default=str
     )
-    question = {"config": hashlib.sha256(settings.encode()).hexdigest(), "dtype": str(dtype)}
+    question = {
+        "config": hashlib.sha256(settings.encode()).hexdigest(),
+        "dtype": str(dtype),
+        "operators": operators,
+    }
     if read_answer("engine model", question):
         return
     if quantization is None:
@@ -123,8 +132,10 @@ def require_engine_model(
             engine_model(model, layers.shapes, dtype)
         except NoEngineModelError:
             raise
-        except GraphError:
-            pass  # vLLM runs it, and the learner can have transformers' operators
+        except GraphError as error:
+            if operators == "engine":
+                raise
+            refuse_changed_logits(model, str(error))
     else:
         from qarl.quant.graph.skeleton import build_skeleton
 

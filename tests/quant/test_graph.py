@@ -16,10 +16,17 @@ from transformers import (
     BambaConfig,
     BloomConfig,
     BloomForCausalLM,
+    DbrxConfig,
+    DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DogeConfig,
+    FalconConfig,
+    FalconForCausalLM,
+    Gemma3nTextConfig,
     GlmMoeDsaConfig,
     JambaConfig,
+    LagunaConfig,
     MambaConfig,
     MiMoV2FlashConfig,
     OlmoHybridConfig,
@@ -146,8 +153,21 @@ LATENT = {
             ),
             r"MLAAttention at 'model\.layers\.0\..*needed is a leaf",
         ),
+        (
+            lambda: FalconForCausalLM(
+                FalconConfig(
+                    hidden_size=128,
+                    num_hidden_layers=1,
+                    num_attention_heads=4,
+                    num_kv_heads=2,
+                    vocab_size=96,
+                    new_decoder_architecture=True,
+                )
+            ),
+            r"does not multiply 'transformer\.h\.0\.self_attention\.query_key_value'",
+        ),
     ],
-    ids=["turned weights", "latent attention"],
+    ids=["turned weights", "latent attention", "weights copied in parts"],
 )
 def test_modules_without_a_leaf_are_refused_by_class_and_name(model: Any, words: str):
     """Contract: "engine" refuses before anything changes. "auto" takes transformers' operators and
@@ -226,6 +246,42 @@ ZAMBA = {
             ),
             r"AXK1ForCausalLM has a norm 'model\.layers\.0\.post_mlp_layernorm', for which",
         ),
+        (
+            DeepseekV2Config(
+                **{**SIZES, "num_key_value_heads": 4, **LATENT},
+                n_routed_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=64,
+                first_k_dense_replace=0,
+            ),
+            r"its routers choose among groups of experts, and n_group or topk_group is null",
+        ),
+        (
+            LagunaConfig(
+                **SIZES,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=64,
+                shared_expert_intermediate_size=64,
+                num_attention_heads_per_layer=[4, 4],
+                layer_types=["full_attention"] * 2,
+                mlp_layer_types=["dense", "sparse"],
+            ),
+            r"does not load 'model\.layers\.1\.mlp\.experts\.e_score_correction_bias', by which",
+        ),
+        (DogeConfig(**SIZES), r"its attention computes a mask, which vLLM's general class"),
+        (
+            DbrxConfig(
+                d_model=128,
+                n_heads=4,
+                n_layers=1,
+                max_seq_len=64,
+                vocab_size=96,
+                attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+                ffn_config={"hidden_size": 128, "ffn_hidden_size": 64, "moe_num_experts": 4},
+            ),
+            r"loader looks for 'blocks\.0\.ffn\.experts\.w13_weight', which its class has as",
+        ),
     ],
     ids=lambda value: type(value).__name__ if hasattr(value, "model_type") else "",
 )
@@ -240,6 +296,31 @@ def test_a_model_that_vllm_does_not_run_is_refused_with_its_reason(config: Any, 
     answer = agreement(empty, torch.bfloat16)
     assert answer.level == "no engine"
     assert re.search(words, answer.reason)
+
+
+@no_cuda
+def test_a_model_that_neither_operators_can_learn_is_refused_by_schemes_and_check():
+    """Contract: vLLM's Gemma 3n adds in place, and transformers' forward ends before its soft cap.
+    Both commands say so, and a run that asks for the engine's operators has the first reason.
+    """
+    config = Gemma3nTextConfig(
+        **{**SIZES, "head_dim": 32},
+        num_kv_shared_layers=1,
+        vocab_size_per_layer_input=SIZES["vocab_size"],
+        hidden_size_per_layer_input=32,
+        laurel_rank=8,
+        layer_types=["full_attention"] * 2,
+    )
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    plan = plan_layers(empty, get_scheme("bf16"))
+    with pytest.raises(GraphError, match=r"final_logit_softcapping.*in place"):
+        require_engine_model(empty, plan, torch.bfloat16)
+    with pytest.raises(GraphError, match=r"^the engine's model has a Gemma3nAltUp"):
+        require_engine_model(empty, plan, torch.bfloat16, operators="engine")
+    answer = agreement(empty, torch.bfloat16)
+    assert answer.level == "refused"
+    assert re.search(r"in place.*final_logit_softcapping", answer.reason)
 
 
 @no_cuda

@@ -125,6 +125,8 @@ def _needed(
         return "a leaf with this attention's values in decoding and its gradient"
     if isinstance(module, MoERunner):
         return _of_experts(module)
+    if type(module).__name__ == "Gemma3nAltUp":
+        return "a sum that leaves its inputs unchanged, as autograd needs (vLLM's is in place)"
     if isinstance(module, RoutedExperts | VocabParallelEmbedding):
         return ""
     return _of_parameters(name, module, sources)

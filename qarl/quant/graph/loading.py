@@ -99,6 +99,12 @@ def trace_loading(
     # Models' own loaders raise anything for names they do not know.
     except Exception as error:
         kind = type(skeleton.module).__name__
+        own = _own_name(skeleton.module, error)
+        if own:
+            raise NoEngineModelError(
+                f"vLLM's {kind} loads no checkpoint: its loader looks for {error.args[0]!r}, which"
+                f" its class has as {own!r}, a fault of this release of vLLM; take another model"
+            ) from error
         reason = f"{type(error).__name__}: {error}".partition(_AVAILABLE)[0]
         raise NoEngineModelError(
             f"vLLM's {kind} loads no checkpoint of such names: {reason}; take the checkpoint that"
@@ -108,6 +114,18 @@ def trace_loading(
     if in_order:
         _refuse_other_sizes(skeleton.module, sources, rows)
     return Loading(sources, frozenset(copied))
+
+
+def _own_name(model: nn.Module, error: Exception) -> str:
+    """Return the name of the experts' parameter that vLLM's loader looked for by an older name; ""
+    if the error is another one.
+    """
+    looked_for = str(error.args[0]) if isinstance(error, KeyError) and error.args else ""
+    names = (name for name, _ in model.named_parameters() if ".routed_experts." in name)
+    older = ((name, name.replace(".routed_experts.", ".")) for name in names)
+    return next(
+        (name for name, old in older if looked_for and f".{old}".endswith(f".{looked_for}")), ""
+    )
 
 
 def _refuse_other_sizes(

@@ -58,8 +58,18 @@ something else before it reaches them.
 """
 
 
+_OWN_MASKS = {"DogeForCausalLM": "self_attn.A, self_attn.dt_proj"}
+"""Architecture whose attention computes a mask → the weights that it is made from. vLLM's general
+class for models of transformers, which it has for these, leaves such masks out.
+"""
+
+
 _MISSING_FIELD = re.compile(r"'(\w+Config)' object has no attribute '(\w+)'")
 """Error of a field that vLLM reads and transformers' class of the configuration lacks."""
+
+
+_VALIDATOR = "Class validation error for validator"
+"""Beginning of the error of a class that checks its fields; the reason stands on the last line."""
 
 
 class Skeleton:
@@ -111,6 +121,11 @@ def build_skeleton(
             (Path(folder) / "config.json").write_text(json.dumps(written))
             (architecture,) = written["architectures"]
             skeleton = skeleton_of(Path(folder), architecture, dtype, device)
+            if architecture in _OWN_MASKS:
+                raise ValueError(
+                    "its attention computes a mask, which vLLM's general class for models of"
+                    f" transformers leaves out ({_OWN_MASKS[architecture]} would have no effect)"
+                )
             _refuse_missing_kernels(skeleton.module)
     except Exception as error:
         if quantization is not None:
@@ -159,6 +174,15 @@ def _refuse_missing_kernels(model: nn.Module) -> None:
     """Raise `ValueError` for layers that vLLM builds on CPUs although it cannot compute them."""
     if not current_platform.is_cpu():
         return
+    for module in model.modules():
+        router: Any = getattr(module, "router", None)
+        if getattr(router, "use_grouped_topk", False) and (
+            router.num_expert_group is None or router.topk_group is None
+        ):
+            raise ValueError(
+                "its routers choose among groups of experts, and n_group or topk_group is null in"
+                " config.json (1 and 1 stand for no groups)"
+            )
     if any(isinstance(module, MambaMixer) for module in model.modules()):
         raise ValueError(
             "its Mamba-1 layers compute a prompt by a kernel (selective_scan_fwd) that vLLM has for"
@@ -211,6 +235,10 @@ def _reason(error: Exception) -> str:
     kernels = [line for line in lines if "cannot implement due to: " in line]
     if kernels:
         return f"{lines[0].partition('. ')[0]}: {kernels[-1].partition('due to: ')[2]}"
+    if lines and lines[0].startswith(_VALIDATOR):
+        return (
+            f"its class of the configuration refuses it: {lines[-1].removeprefix('ValueError: ')}"
+        )
     own = (
         line.removeprefix("Value error, ").partition(" [type=")[0]
         for line in lines

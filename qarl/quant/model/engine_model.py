@@ -37,6 +37,9 @@ from qarl.quant.kernels.engine_layers import without_towers
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.layers import Divided, EngineModel, Layers
 
+_CORRECTION = "e_score_correction_bias"
+"""End of the names of routers' correction biases."""
+
 
 def engine_model(
     model: PreTrainedModel, shapes: Mapping[str, tuple[int, int]], dtype: torch.dtype
@@ -59,6 +62,7 @@ def engine_model(
     _refuse_shared_head(model, architecture, tensors, sources)
     modules = dict(skeleton.module.named_modules())
     _refuse_unloaded(skeleton.module, architecture, sources)
+    _refuse_unread_corrections(architecture, tensors, sources)
     for name, module in modules.items():
         refuse_unknown(name, module, sources, () if whole is None else whole.towers)
     linears = {
@@ -125,6 +129,27 @@ def _refuse_unloaded(
             )
 
 
+def _refuse_unread_corrections(
+    architecture: str,
+    tensors: Collection[str],
+    sources: Mapping[tuple[str, str], Collection[str]],
+) -> None:
+    """Raise `NoEngineModelError` if vLLM leaves out correction biases of routers.
+
+    Its loaders may ignore names that end in "_bias" (Laguna), and an engine would choose other
+    experts.
+
+    tensors: names in the checkpoint.
+    """
+    read = {name for names in sources.values() for name in names}
+    unread = [name for name in tensors if name.endswith(_CORRECTION) and name not in read]
+    if unread:
+        raise NoEngineModelError(
+            f"vLLM's {architecture} does not load {unread[0]!r}, by which a router chooses experts,"
+            " so that an engine would choose others; take another model"
+        )
+
+
 def _divided(linear: LinearBase) -> Divided | None:
     """Return what a tensor-parallel engine divides of a layer's weight; None if nothing."""
     if linear.disable_tp:
@@ -144,7 +169,7 @@ def _correction_biases(
     Such a tensor may be a parameter of another module than the router.
     """
     routers: list[Any] = [m.router for m in modules.values() if isinstance(m, MoERunner)]
-    biases = [getattr(router, "e_score_correction_bias", None) for router in routers]
+    biases = [getattr(router, _CORRECTION, None) for router in routers]
     ids = {id(bias) for bias in biases if bias is not None}
     return tuple(
         source

@@ -74,7 +74,7 @@ def replace_layers(
         )
     if engine is not None:
         return _engine_layers(model, plan, context, engine)
-    _refuse_changed_logits(model, why_not)
+    refuse_changed_logits(model, why_not)
     family = names_of(model.config)
     fused = dict(fused_experts(model))
     routers = tuple(router_names(model, fused))
@@ -100,7 +100,10 @@ def replace_layers(
 
 
 def _ask_vllm(model: PreTrainedModel, plan: LayerPlan, context: LayerContext) -> EngineModel:
-    """Return vLLM's modules for this model. Raise `GraphError` if it has no such model."""
+    """Return vLLM's modules for this model.
+
+    Raises `GraphError` if it has no such model, or multiplies other layers than the checkpoint has.
+    """
     if not has_vllm():
         raise GraphError(
             "learner.operators 'engine' runs vLLM's own model, and vLLM is not installed here: pip"
@@ -109,27 +112,24 @@ def _ask_vllm(model: PreTrainedModel, plan: LayerPlan, context: LayerContext) ->
         )
     from qarl.quant.model.engine_model import engine_model
 
-    return engine_model(model, plan.shapes, context.dtype)
+    engine = engine_model(model, plan.shapes, context.dtype)
+    _refuse_other_layers(model, engine)
+    return engine
 
 
-def _engine_layers(
-    model: PreTrainedModel, plan: LayerPlan, context: LayerContext, engine: EngineModel
-) -> Layers:
-    """Return low-bit layers for everything vLLM multiplies, in the model's order and vLLM's stacks.
-
-    Raises `GraphError` if vLLM and the checkpoint differ in the layers they multiply.
-    """
+def _refuse_other_layers(model: PreTrainedModel, engine: EngineModel) -> None:
+    """Raise `GraphError` if vLLM and the checkpoint differ in the layers they multiply."""
     family = names_of(model.config)
-    fused = dict(fused_experts(model))
-    parameters = {
-        family.checkpoint_name(name): parameter for name, parameter in model.named_parameters()
-    }
+    parameters = {family.checkpoint_name(name) for name, _ in model.named_parameters()}
     modules = {family.checkpoint_name(name): module for name, module in model.named_modules()}
     multiplied = {layer for layers in engine.stacked.values() for layer in layers}
-    head = _output_head(model, family)
-    linear_names = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
-    own = {name for name in linear_names if f"{name}.weight" in parameters}
-    missing = sorted(own - multiplied - {head})  # blocks may share their layers (Zamba2)
+    own = {
+        name
+        for name, module in modules.items()
+        if isinstance(module, nn.Linear) and f"{name}.weight" in parameters
+    }
+    # blocks may share their layers (Zamba2)
+    missing = sorted(own - multiplied - {_output_head(model, family)})
     if missing:
         raise GraphError(
             f"the engine's {engine.architecture} does not multiply {missing[0]!r}, which the"
@@ -141,6 +141,23 @@ def _engine_layers(
             f"the engine's {engine.architecture} multiplies {unknown[0]!r}, which is not a module"
             " here"
         )
+
+
+def _engine_layers(
+    model: PreTrainedModel, plan: LayerPlan, context: LayerContext, engine: EngineModel
+) -> Layers:
+    """Return low-bit layers for everything vLLM multiplies, in the model's order and vLLM's
+    stacks.
+    """
+    family = names_of(model.config)
+    fused = dict(fused_experts(model))
+    parameters = {
+        family.checkpoint_name(name): parameter for name, parameter in model.named_parameters()
+    }
+    modules = {family.checkpoint_name(name): module for name, module in model.named_modules()}
+    multiplied = {layer for layers in engine.stacked.values() for layer in layers}
+    head = _output_head(model, family)
+    linear_names = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
     for name in engine.steering:
         if name in parameters:
             parameters[name].requires_grad_(False)
@@ -326,7 +343,7 @@ def _refuse_quantized_routers(plan: LayerPlan, routers: list[str]) -> None:
         )
 
 
-def _refuse_changed_logits(model: PreTrainedModel, why_not: str) -> None:
+def refuse_changed_logits(model: PreTrainedModel, why_not: str) -> None:
     """Raise `GraphError` for models that change logits after the output head.
 
     transformers' forward is left before that.
