@@ -199,6 +199,10 @@ def _through_commands(
                 row |= {"outcome": "not made", "reason": f"{type(error).__name__}: {error}"}
             else:
                 row |= through_commands(name, Path(folder), scheme, dtype)
+                row = {
+                    key: text.replace(folder, name) if isinstance(text, str) else text
+                    for key, text in row.items()
+                }
         rows.append(row)
         print_row(row)
         _write(file, rows)

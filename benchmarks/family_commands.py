@@ -80,7 +80,8 @@ def through_commands(name: str, folder: Path, scheme: str, dtype: str) -> dict[s
             filter(None, (r["refusal"] for r in (checked, results.get("train")) if r)), ""
         )
         if refusal:
-            untrue = listed["status"] == 0 and "refused" not in listed["says"]
+            says_so = listed["status"] != 0 or "refused" in listed["says"]
+            untrue = not says_so and not _unusable(listed["output"], scheme)
             late = "" if checked["refusal"] else " (train, not check)"
             outcome = "untrue" if untrue else "refused"
             return {**row, "outcome": outcome, "reason": f"{refusal}{late}"}
@@ -92,6 +93,12 @@ def through_commands(name: str, folder: Path, scheme: str, dtype: str) -> dict[s
     untrue = exact != ("to the last bit" in listed["says"])
     outcome = "untrue" if untrue else "exact" if exact else "bounded"
     return {**row, "outcome": outcome, "mean_abs": worst, "reason": listed["reason"]}
+
+
+def _unusable(output: str, scheme: str) -> bool:
+    """Return whether the table of `qarl schemes` says that a scheme does not run for a model."""
+    rows = (line.split() for line in output.splitlines())
+    return any(row[0] == scheme and "no" in row for row in rows if row)
 
 
 def _differences(run: Path) -> list[float]:
@@ -130,6 +137,7 @@ def _command(*arguments: str | Path) -> dict[str, Any]:
         refusal = f"failed: {(errors or [last])[-1]}"
     return {
         "status": done.returncode,
+        "output": done.stdout,
         "says": says,
         "reason": says.partition(": ")[2],
         "refusal": refusal.strip(),

@@ -6,6 +6,7 @@ does not know.
 """
 
 import dataclasses
+import inspect
 import shutil
 from pathlib import Path
 from typing import Any
@@ -342,7 +343,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "scoring_func": "sigmoid",
         },
     ),
-    "deepseek-v2": ("DeepseekV2Config", _LATENT),
+    "deepseek-v2": ("DeepseekV2Config", {**_LATENT, "n_group": 1, "topk_group": 1}),
     "deepseek-v3": ("DeepseekV3Config", _LATENT),
     "afmoe": (
         "AfmoeConfig",
@@ -533,7 +534,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
-    "glm4-moe-lite": ("Glm4MoeLiteConfig", _LATENT),
+    "glm4-moe-lite": (
+        "Glm4MoeLiteConfig",
+        {**_LATENT, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    ),
     "glm-5": ("GlmMoeDsaConfig", _LATENT),
     "deepseek-v3.2": ("DeepseekV32Config", _LATENT),
     "llama4": (
@@ -627,6 +631,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
             "expert_hidden_dim": 128,
             "route_norm": True,
+            "qk_norm": True,
         },
     ),
     "hy-v4": (
@@ -937,6 +942,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 "share_expert_dim": 128,
                 "num_sliding_attention_heads": 4,
                 "query_pre_attn_scalar": 32,
+                "sliding_window": 24,
                 "layer_types": ["full_attention"] * 3,
             }
         },
@@ -951,11 +957,21 @@ _PEAK = 3.0
 
 Flat distributions would hide the effect of mismatch on peaks.
 """
+_MOST = 1 << 28
+"""Most parameters of a model that is written."""
+_SURE = 0.8
+"""Mean probability of the likeliest token beyond which a model's head is made smaller.
+
+If the head is the embedding, and the embedding is most of the hidden states (Gemma, Cohere), an
+untrained model repeats its last token. Its answers would be equal, and it would learn nothing.
+"""
 
 
 def write_model(name: str, folder: Path, seed: int = 0) -> None:
     """Write a random model of the family, with every parameter drawn, and a generic tokenizer."""
     kind, changes = FAMILIES.get(name, (name, {}))
+    if name not in FAMILIES and "text_config" in getattr(transformers, kind).sub_configs:
+        changes = {"text_config": {}}
     untrained = dataclasses.replace(
         RECIPES["tiny-qwen3"], warm_start_steps=0, tie_word_embeddings=False, seed=0
     )
@@ -977,7 +993,12 @@ def write_model(name: str, folder: Path, seed: int = 0) -> None:
         }
     config = getattr(transformers, kind)(**settings)
     torch.manual_seed(seed)
-    model = _class_of(config, "text_config" in changes)._from_config(config, dtype=torch.float32)
+    architecture = _class_of(config, "text_config" in changes)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in architecture._from_config(config).parameters())
+    if parameters > _MOST:
+        raise ValueError(f"{parameters:,} parameters, because its sizes have other names")
+    model = architecture._from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn_like(parameter)
@@ -989,17 +1010,43 @@ def write_model(name: str, folder: Path, seed: int = 0) -> None:
             if "bias" in key and buffer.is_floating_point():
                 buffer.add_(0.1 * torch.randn_like(buffer))
         tokens = torch.arange(3, 67)[None]
-        spread = float(model(input_ids=tokens).logits.float().std())
-        model.get_output_embeddings().weight.mul_(_PEAK / spread)
+        spread = float(_logits(model, tokens).std())
+        whole_head = model.get_output_embeddings()
+        head = (whole_head or model.language_model.get_output_embeddings()).weight
+        head.mul_(_PEAK / spread)
+        while _sureness(model, tokens) > _SURE:
+            head.mul_(0.8)
     model.save_pretrained(folder)
     _name_as_published(folder)
 
 
+def _sureness(model: Any, tokens: torch.Tensor) -> float:
+    """Return the mean probability of the likeliest token after each of these."""
+    return float(_logits(model, tokens).softmax(-1).max(-1).values.mean())
+
+
+def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Return a model's logits after these tokens, of its language model if it needs pictures."""
+    parameters = inspect.signature(model.forward).parameters
+    needs_pictures = parameters.get("pixel_values")
+    if needs_pictures is not None and needs_pictures.default is inspect.Parameter.empty:
+        model = model.language_model
+    return model(input_ids=tokens).logits.float()
+
+
 def _name_as_published(folder: Path) -> None:
-    """Correct names that transformers 5.19 writes with a part twice, for models with sound."""
+    """Correct names that transformers 5.19 writes wrong: a part twice, for models with sound, and
+    names of a tower in the language model (Qianfan-OCR).
+    """
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         names = {name: name.replace(".model.model.", ".model.") for name in tensors}
+        names = {
+            name: own.replace(".model.encoder.layers.", ".model.layers.")
+            if own.startswith("language_model.")
+            else own
+            for name, own in names.items()
+        }
         if any(own != name for name, own in names.items()):
             save_file({names[name]: tensor for name, tensor in tensors.items()}, file)
 
@@ -1017,6 +1064,12 @@ def _class_of(config: transformers.PreTrainedConfig, has_towers: bool) -> Any:
     return getattr(transformers, names if isinstance(names, str) else names[0])
 
 
+def _small(name: str, size: Any) -> Any:
+    """Return a tower's size by its field's name, an integer if it was one."""
+    small = _TOWER_SIZES.get(name, size)
+    return int(small) if type(size) is int and isinstance(small, float) else small
+
+
 def _small_towers(kind: str) -> dict[str, Any]:
     """Return settings of a model with towers: their sizes small, and its tokens' numbers in range.
 
@@ -1026,7 +1079,7 @@ def _small_towers(kind: str) -> dict[str, Any]:
     number = SIZES["vocab_size"] - 12
     for key, value in getattr(transformers, kind)().to_dict().items():
         if isinstance(value, dict) and key.endswith("_config") and key != "text_config":
-            sizes = {name: _TOWER_SIZES.get(name, size) for name, size in value.items()}
+            sizes = {name: _small(name, size) for name, size in value.items()}
             settings[key] = {name: size for name, size in sizes.items() if name not in _DERIVED}
         elif key.endswith(("_token_id", "_token_index")) and key not in _TOKENS:
             settings[key] = number

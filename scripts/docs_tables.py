@@ -77,6 +77,8 @@ def families(rows: list[dict[str, Any]]) -> str:
     For each scheme a row has the fraction of equal log-probs, by the engine's layers and by the
     learner's own, and the gradients' cosine and relative error. Refused families come last.
     """
+    if "outcome" in rows[0]:
+        return _through_commands(rows)
     schemes = list(dict.fromkeys(row["scheme"] for row in rows if "equal" in row))
     names = dict.fromkeys(row["family"] for row in rows)
     of = {(row["family"], row["scheme"]): row for row in rows if "equal" in row}
@@ -103,6 +105,51 @@ def families(rows: list[dict[str, Any]]) -> str:
         ),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _through_commands(rows: list[dict[str, Any]]) -> str:
+    """Return the table of `python -m benchmarks.families --commands`: one row per outcome and
+    reason, with the families that have it, and the number of each outcome below.
+    """
+    named: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        key = row["outcome"], "" if row["outcome"] == "exact" else _short_reason(row["reason"])
+        named.setdefault(key, []).append(row["family"])
+    order = {"exact": 0, "bounded": 1}  # then refusals
+    lines = [line(("outcome", "families", "reason")), "|---|---|---|"]
+    for key in sorted(named, key=lambda key: (order.get(key[0], 2), -len(named[key]))):
+        outcome, reason = key
+        lines.append(line((outcome, f"{len(named[key])}: {', '.join(named[key])}", reason)))
+    outcomes = [row["outcome"] for row in rows]
+    counts = {outcome: outcomes.count(outcome) for outcome in dict.fromkeys(outcomes)}
+    total = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+    return _text([*lines, "", f"Of {len(rows)}: {total}."])
+
+
+_REMEDY = re.compile(
+    r"; (take|give|known are|add|set|report) .*|\. vLLM, which samples.*", re.DOTALL
+)
+"""What to do about a refusal, behind its reason."""
+_OF_ONE_MODEL = (
+    (r"^(\w+: )+", ""),
+    (r"^transformers' operators add up in another order: ", ""),
+    (r"vLLM does not run \w+ (on this machine|in this scheme on this machine): ", ""),
+    (r"^'[^']*' of model type '[^']*' is a (\w+) of 3-D weights \[[^]]*\],? ?", r"\1 "),
+    (r"^model '[^']*' is a '[^']*', ", ""),
+    (r" at '[\w.]+'", ""),
+    (r"^vLLM's \w+ ", "vLLM's class "),
+    (r"the engine's \w+ ", "the engine "),
+    (r"'(model|transformer|layers|blocks)\.[\w.]*'", "a tensor"),
+)
+"""Pattern in a reason that differs from model to model → what it is replaced by."""
+
+
+def _short_reason(reason: str) -> str:
+    """Return the reason of an outcome without its remedy and without names of one model."""
+    reason = _REMEDY.sub("", reason)
+    for pattern, instead in _OF_ONE_MODEL:
+        reason = re.sub(pattern, instead, reason)
+    return reason.replace("|", r"\|")[:240].strip()
 
 
 def _of_family(row: dict[str, Any]) -> str:
