@@ -30,12 +30,14 @@ from transformers import (
     MambaConfig,
     MiMoV2FlashConfig,
     OlmoHybridConfig,
+    PhimoeConfig,
     Zamba2Config,
 )
 
 from qarl.configs.errors import GraphError, NoEngineModelError
 from qarl.preflight.support import require_engine_model
 from qarl.quant.checkpoint.shapes import plan_layers
+from qarl.quant.checkpoint.whole import served_settings
 from qarl.quant.graph import operators
 from qarl.quant.kernels import vllm as vllm_kernels
 from qarl.quant.layers.context import LayerContext
@@ -296,6 +298,24 @@ def test_a_model_that_vllm_does_not_run_is_refused_with_its_reason(config: Any, 
     answer = agreement(empty, torch.bfloat16)
     assert answer.level == "no engine"
     assert re.search(words, answer.reason)
+
+
+@no_cuda
+def test_a_model_is_served_by_the_class_that_vllm_has_of_it():
+    """Contract: transformers' and vLLM's names of Phi-MoE's class differ in case. vLLM's own class
+    is taken, here and by an engine of the export, not its general one.
+    """
+    config = PhimoeConfig(
+        **{key: size for key, size in SIZES.items() if key != "head_dim"},
+        num_local_experts=4,
+        num_experts_per_tok=2,
+    )
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    settings = served_settings(empty.config, type(empty).__name__)
+    assert settings["architectures"] == ["PhiMoEForCausalLM"]
+    answer = agreement(empty, torch.bfloat16)
+    assert answer.level == "exact", answer.reason
 
 
 @no_cuda

@@ -29,6 +29,11 @@ _TEXT_CLASSES = {
 """Type of a language model that transformers has no class for text of → configuration of the same
 model. Rotary positions of three rows are equal in text, and then those of one row.
 """
+_VLLM_CLASSES = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
+"""transformers' class → vLLM's name of it, which published checkpoints have. By transformers' own
+name vLLM takes its general class for models of transformers, which replaces this model's router by
+a linear layer and fails.
+"""
 _PREFIX = "model.language_model."
 _HEAD = "lm_head"
 _TEXT_PREFIX = "model."
@@ -174,7 +179,8 @@ def served_settings(config: PreTrainedConfig, architecture: str) -> dict[str, An
         for key, part in vars(config).items():
             if isinstance(part, PreTrainedConfig) and key in written:
                 written[key] = part.to_diff_dict()
-        return {**with_source_fields(written, config), "architectures": [architecture]}
+        served = _VLLM_CLASSES.get(architecture, architecture)
+        return {**with_source_fields(written, config), "architectures": [served]}
     settings: dict[str, Any] = copy.deepcopy(dict(whole.settings))
     for level in levels_of(settings):
         level["tie_word_embeddings"] = bool(config.tie_word_embeddings)
