@@ -166,10 +166,13 @@ LATENT = {
                     new_decoder_architecture=True,
                 )
             ),
-            r"does not multiply 'transformer\.h\.0\.self_attention\.query_key_value'",
+            (
+                r"changes what it loads into"
+                r" 'transformer\.h\.0\.self_attention\.query_key_value\.weight'"
+            ),
         ),
     ],
-    ids=["turned weights", "latent attention", "weights copied in parts"],
+    ids=["turned weights", "latent attention", "weights joined anew"],
 )
 def test_modules_without_a_leaf_are_refused_by_class_and_name(model: Any, words: str):
     """Contract: "engine" refuses before anything changes. "auto" takes transformers' operators and

@@ -188,7 +188,9 @@ class _Followed(torch.Tensor):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        first = next((a for a in args if isinstance(a, _Followed)), None)
+        # `torch.cat` has a list of them (Falcon's queries, keys and values, in another order)
+        flat = (part for a in args for part in (a if isinstance(a, tuple | list) else (a,)))
+        first = next((part for part in flat if isinstance(part, _Followed)), None)
         if func is torch.Tensor.copy_ and not isinstance(args[0], _Followed):
             assert first is not None
             if first.on_copy is not None:
