@@ -131,6 +131,7 @@ _REMEDY = re.compile(
 )
 """What to do about a refusal, behind its reason."""
 _OF_ONE_MODEL = (
+    (r"^\(MainProcess.*?\w+Error: ", ""),
     (r"^(\w+: )+", ""),
     (r"^transformers' operators add up in another order: ", ""),
     (r"vLLM does not run \w+ (on this machine|in this scheme on this machine): ", ""),
@@ -146,7 +147,7 @@ _OF_ONE_MODEL = (
 
 def _short_reason(reason: str) -> str:
     """Return the reason of an outcome without its remedy and without names of one model."""
-    reason = _REMEDY.sub("", reason)
+    reason = _REMEDY.sub("", " ".join(reason.split()))
     for pattern, instead in _OF_ONE_MODEL:
         reason = re.sub(pattern, instead, reason)
     return reason.replace("|", r"\|")[:240].strip()
