@@ -5,6 +5,8 @@ its best mean so far. A difference of rewards counts if it is larger than six st
 because the best of many windows is high by chance. The noise of a step is estimated from the
 differences of consecutive steps.
 
+The first step is also looked at by itself: how far its updates moved the policy.
+
 The thresholds are below, and docs/guide/report.md explains them. Runs that learn give no warning,
 nor do runs that learn nothing (tests/qarl/test_early_warning.py), so that a warning is worth a
 look.
@@ -52,12 +54,20 @@ ERRORS = 6.0
 """Standard errors by which two means of rewards have to differ."""
 
 
+FIRST_STEP = 0.4
+"""KL(π_start ‖ π) after the first step, in nats a token, above which its updates were too large.
+
+On SmolLM2-135M the runs of docs/lab/real.md that learned began with 0.11 to 0.26. Runs that began
+with 0.42 and 1.65 fell, or learned in one seed and not in the other.
+"""
+
+
 @dataclass(frozen=True)
 class EarlyWarning:
     """A sign that a run is going wrong."""
 
     sign: str
-    """Kind of the sign: mismatch, entropy, length, deviation, reward or groups."""
+    """Kind of the sign: first step, mismatch, entropy, length, deviation, reward or groups."""
 
     step: int
     """The step that showed it first."""
@@ -71,9 +81,12 @@ class EarlyWarningError(QarlError, heading="early warning"):
 
     def __init__(self, warnings: Sequence[EarlyWarning]):
         signs = "; ".join(warning.text for warning in warnings)
+        step = warnings[0].step
+        # before the first step there is no checkpoint
+        again = "Resume from the checkpoint before it" if step > 1 else "Start again"
         super().__init__(
-            f"stopped at step {warnings[0].step}: {signs}. Resume from the checkpoint before it"
-            " with other settings, or with --early_warning warn to go on in spite of it"
+            f"stopped at step {step}: {signs}. {again} with other settings, or with"
+            " --early_warning warn to go on in spite of it"
         )
 
 
@@ -157,6 +170,8 @@ class RunWatch:
         last_step: the run's last step, which nothing stops, because the run ends with it anyway.
         """
         self._series = {name: _Series() for name in _FIELDS}
+        self._first_step: float | None = None
+        """KL(π_start ‖ π) after the first step, in nats a token; None if it was not measured."""
         self._seen: set[str] = set()
         self._last_step = last_step
         self._stops = False
@@ -171,6 +186,8 @@ class RunWatch:
         """
         for name, field in _FIELDS.items():
             self._series[name].add(line.get(field))
+        if line["step"] == 1:
+            self._first_step = line.get("learn/kl_from_start")
         new_signs = {sign: text for sign, text in self._signs() if sign not in self._seen}
         self._seen |= new_signs.keys()
         warnings = [EarlyWarning(sign, line["step"], text) for sign, text in new_signs.items()]
@@ -180,11 +197,23 @@ class RunWatch:
 
     def _signs(self) -> Iterator[tuple[str, str]]:
         """Yield (sign, text) of every sign that the steps so far show."""
+        yield from self._first_step_signs(self._first_step)
         yield from self._mismatch_signs(self._series["mismatch"])
         yield from self._entropy_signs(self._series["entropy"])
         yield from self._length_signs(self._series["tokens"], self._series["truncated"])
         yield from self._reward_signs(self._series["reward"], self._series["deviation"])
         yield from self._group_signs(self._series["groups"], self._series["reward"])
+
+    def _first_step_signs(self, moved: float | None) -> Iterator[tuple[str, str]]:
+        if moved is not None and moved > FIRST_STEP:
+            yield (
+                "first step",
+                (
+                    f"the first step moved the policy by {moved:.2g} nats a token (KL): all later"
+                    " steps learn from what it left; lower the learning rate, raise"
+                    " learner.optimizer.warmup_steps, or take more answers a step"
+                ),
+            )
 
     def _mismatch_signs(self, mismatch: _Series) -> Iterator[tuple[str, str]]:
         if not mismatch.comparable:

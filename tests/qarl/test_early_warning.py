@@ -266,6 +266,27 @@ def test_a_policy_that_breaks_at_once_is_seen():
     ]
 
 
+def first_step(moved: float | None) -> list[dict[str, Any]]:
+    """Return the metrics of two steps, of which the first moved the policy by so many nats."""
+    return [{"step": n, "reward": 0.2, "learn/kl_from_start": moved} for n in (1, 2)]
+
+
+def test_a_first_step_that_moves_the_policy_far_is_warned_of_once():
+    """Later steps may be as far from the start as they like: a policy that learns goes there."""
+    (warning,) = early_warnings(first_step(0.42))
+    assert (warning.sign, warning.step) == ("first step", 1)
+    assert warning.text.startswith("the first step moved the policy by 0.42 nats a token (KL)")
+    for moved in (None, math.nan, 0.26):
+        assert early_warnings(first_step(moved)) == []
+    assert early_warnings([*first_step(0.1), {"step": 3, "learn/kl_from_start": 2.0}]) == []
+
+
+def test_a_run_stopped_at_its_first_step_has_no_checkpoint_to_resume_from():
+    watch = RunWatch(stops=True, last_step=10)
+    with pytest.raises(EarlyWarningError, match=r"at step 1: .* Start again with other settings"):
+        watch.add(first_step(0.42)[0])
+
+
 def test_steps_that_learned_nothing_are_stepped_over():
     """Contract: steps that lack the learner's fields, or hold values that are not finite, are
     skipped.
