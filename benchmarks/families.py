@@ -107,7 +107,7 @@ def measure(
 
 def _publish_another(model: LowBitModel, engine: Any, sequences: list[list[int]]) -> None:
     """Audit the engine, move all masters a little, and publish them."""
-    require_agreement(audit(model.layers(), engine.layers(), same_kernels=True))
+    require_agreement(audit(model.layer_reports(), engine.layer_reports(), same_kernels=True))
     with torch.no_grad():
         for master in (master for master in model.masters.values() if master.requires_grad):
             master.add_(0.1 * master.abs().mean() * torch.randn_like(master))

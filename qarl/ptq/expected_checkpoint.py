@@ -54,7 +54,7 @@ def checkpoint_layout(folder: Path, scheme: str, dtype: str) -> Layout:
         tensors=tensors,
         ignored=tuple(model.plan.ignored),
         config=checkpoint_config(model),
-        layers=model.layers(),
+        layers=model.layer_reports(),
         experts=experts,
     )
 

@@ -132,7 +132,7 @@ def verify(source: Source, engine: SamplingEngine) -> float:
     Raises `AuditError` if the engine reports a layer in another scheme, group or dtype than the
     layout, and `ExportError` if a log-prob is not finite.
     """
-    require_agreement(audit(source.layout.layers, engine.layers(), same_kernels=False))
+    require_agreement(audit(source.layout.layers, engine.layer_reports(), same_kernels=False))
     scored = engine.logprobs(source.canary)
     deltas = [
         abs(a - b)

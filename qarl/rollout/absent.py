@@ -25,7 +25,7 @@ class AbsentEngine:
 
     logprobs = logprobs_of_each = generate
 
-    def layers(self) -> list[LayerReport]:
+    def layer_reports(self) -> list[LayerReport]:
         """Return an empty list."""
         return []
 

@@ -67,7 +67,7 @@ class SamplingEngine(Protocol):
         """Return `logprobs` from each replica that samples; an engine in this process is one."""
         ...
 
-    def layers(self) -> list[LayerReport]:
+    def layer_reports(self) -> list[LayerReport]:
         """Return the engine's side of the audit, one entry per checkpoint layer.
 
         Fused layers are listed by their parts.

@@ -135,7 +135,7 @@ def _replay_session(config: RunConfig, policy: TrainingPolicy) -> Session:
         publisher=Publisher(
             policy.model, engine, (), None, config.sync.canary_every, policy.processes
         ),
-        audited=[AuditRow(layer.name, layer, None, "") for layer in policy.model.layers()],
+        audited=[AuditRow(layer.name, layer, None, "") for layer in policy.model.layer_reports()],
         multiplies="layers of its own: a replay has no engine",
         gate=gate_of(config, policy.model),
     )
@@ -187,7 +187,7 @@ def connected(
         same_kernels = config.learner.aligned and config.learner.kernel in ("auto", "vllm")
         multiplies = share_layers(publisher, stack) if same_kernels else "layers of its own"
         same_bits = config.bitwise and model.device.type == "cuda"
-        audit_rows = audit(model.layers(), engine.layers(), same_kernels, same_bits)
+        audit_rows = audit(model.layer_reports(), engine.layer_reports(), same_kernels, same_bits)
         require_agreement(audit_rows)
         row_check = model.check_rows() if same_kernels else None
         if row_check is not None and config.bitwise:

@@ -117,8 +117,8 @@ def publish_and_compare(
     """
     model, engine = running
     try:
-        require_agreement(audit(model.layers(), engine.layers(), same_kernels=True))
-        reported = {row.name: row.scheme for row in engine.layers()}
+        require_agreement(audit(model.layer_reports(), engine.layer_reports(), same_kernels=True))
+        reported = {row.name: row.scheme for row in engine.layer_reports()}
         assert reported.keys() >= model.experts.keys()
         for name, found in model.plan.schemes.items():
             if name != "lm_head" or name in reported:

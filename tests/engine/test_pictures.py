@@ -115,7 +115,7 @@ def test_sampled_tokens_have_the_learners_log_probs_to_the_last_bit(folder: Path
     )
     logprobs.sum().backward()
     assert all(master.grad is not None for master in model.masters.values())
-    names = [layer.name for layer in engine.layers()]
+    names = [layer.name for layer in engine.layer_reports()]
     assert names and not any("vision" in name or "connector" in name for name in names)
     engine.close()
 

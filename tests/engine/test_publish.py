@@ -66,8 +66,8 @@ def test_publishes_equal_a_fresh_engine_bit_for_bit(
     folder = random_policy(tied)
     model = make_model(folder, scheme, dtype, layers=layers)
     engine = start_engine(model, folder, tmp_path / "start", dtype)
-    require_agreement(audit(model.layers(), engine.layers(), same_kernels=True))
-    assert {row.name: row.scheme for row in engine.layers()} == {
+    require_agreement(audit(model.layer_reports(), engine.layer_reports(), same_kernels=True))
+    assert {row.name: row.scheme for row in engine.layer_reports()} == {
         n: s.name for n, s in model.plan.schemes.items()
     }
     every = max(publishes // 2 - 1, 2)

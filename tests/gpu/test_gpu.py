@@ -179,7 +179,7 @@ def test_an_engine_that_was_published_to_equals_a_fresh_one(
     sequences = [list(range(20, 60)), [5] * 20]
     export_checkpoint(model, folder, tmp_path / "start")
     engine = VllmEngine(tmp_path / "start", options)
-    require_agreement(audit(model.layers(), engine.layers(), same_kernels=True))
+    require_agreement(audit(model.layer_reports(), engine.layer_reports(), same_kernels=True))
     publisher = Publisher(model, engine, sequences, None, 1)
     for version in range(1, 6):
         with torch.no_grad():

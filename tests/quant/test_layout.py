@@ -149,7 +149,7 @@ def test_a_quantized_stream_has_the_names_with_suffixes(
         torch.equal(t, plain[name] if name in buffers else plain[name].bfloat16())
         for name, t in ours.items()
     )
-    reported = {row.name: row.scheme for row in model.layers()}
+    reported = {row.name: row.scheme for row in model.layer_reports()}
     assert kind in CONFIGS or reported == {
         name: scheme.name for name, scheme in model.plan.schemes.items()
     }

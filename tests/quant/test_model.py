@@ -228,7 +228,7 @@ def test_an_error_in_a_published_forward_does_not_leave_the_model_aligned():
     before = all_logits(model, some_tokens())
     with pytest.raises(KeyError), model.forward_as(Forward.PUBLISHED):
         raise KeyError
-    assert {report.kernel for report in model.layers()} == {"plain"}
+    assert {report.kernel for report in model.layer_reports()} == {"plain"}
     assert torch.equal(all_logits(model, some_tokens()), before)
 
 
@@ -378,7 +378,7 @@ def test_layers_and_quantization_config_agree(tied: bool, scheme: str):
         for name in LINEARS
     ]
     expected.append(LayerReport("lm_head", "bf16", None, "torch.bfloat16", "dequantized"))
-    assert model.layers() == expected
+    assert model.layer_reports() == expected
     config = model.plan.quantization_config()
     assert config == (
         None if scheme == "bf16" else write_quantization_config([(found, ["Linear"])], ["lm_head"])

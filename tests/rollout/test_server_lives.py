@@ -231,7 +231,7 @@ class Life:
 
     def audit(self) -> list[LayerReport]:
         """Return the layers of all servers."""
-        return self._engines[-1].layers()
+        return self._engines[-1].layer_reports()
 
     def leave(self) -> None:
         """End the process that joined last."""

@@ -87,7 +87,7 @@ class TransformersEngine:
     def shared_layers(self) -> None:
         return None
 
-    def layers(self) -> list[LayerReport]:
+    def layer_reports(self) -> list[LayerReport]:
         linear = [
             name for name, module in self._model.named_modules() if isinstance(module, nn.Linear)
         ]

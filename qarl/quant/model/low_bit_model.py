@@ -188,7 +188,7 @@ class LowBitModel(nn.Module):
         self.release_products()
         if engine is not None:
             try:
-                self.layers()  # asks for every layer's product
+                self.layer_reports()  # asks for every layer's product
                 self.graph.require_same(engine.kinds)
             except KernelError:
                 self.multiply_with(None)
@@ -433,7 +433,7 @@ class LowBitModel(nn.Module):
         buffers = {name: self.module.get_buffer(name) for name in self._persistent_buffers}
         return {**parameters, **buffers}
 
-    def layers(self) -> list[LayerReport]:
+    def layer_reports(self) -> list[LayerReport]:
         """Return the learner's part of the audit: each layer with the kernel that multiplies it."""
         return layer_reports(self._layers, self.context)
 

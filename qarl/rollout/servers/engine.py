@@ -145,9 +145,12 @@ class ServerEngine:
         logprobs = self._wait(self._replicas.on_all(lambda server: self._score(server, sequences)))
         return list(logprobs.values())
 
-    def layers(self) -> list[LayerReport]:
-        """See `SamplingEngine.layers`. Raises `EngineError` if the servers' layers differ."""
-        reports = self._wait(self._replicas.on_all(lambda server: server.layers()))
+    def layer_reports(self) -> list[LayerReport]:
+        """See `SamplingEngine.layer_reports`.
+
+        Raises `EngineError` if the servers' layers differ.
+        """
+        reports = self._wait(self._replicas.on_all(lambda server: server.layer_reports()))
         first, expected = next(iter(reports.items()))
         for server, layers in reports.items():
             if layers != expected:

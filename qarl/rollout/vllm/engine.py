@@ -172,8 +172,8 @@ class VllmEngine:
         """See `SamplingEngine.logprobs_of_each`."""
         return [self.logprobs(sequences)]
 
-    def layers(self) -> list[LayerReport]:
-        """See `SamplingEngine.layers`."""
+    def layer_reports(self) -> list[LayerReport]:
+        """See `SamplingEngine.layer_reports`."""
         return self._call("collective_rpc", "qarl_layers")[0]
 
     def load(self, stream: Iterable[LowBitTensor], version: int) -> LoadReport:

@@ -60,7 +60,7 @@ class VllmReplica(Server):
         """Give the server back. It keeps its weights."""
         await self.call("qarl_release")
 
-    async def layers(self) -> list[LayerReport]:
+    async def layer_reports(self) -> list[LayerReport]:
         """Return the layers of the server's engine, for the audit."""
         first, *rest = await self.call("qarl_layer_reports")
         if any(layers != first for layers in rest):
