@@ -288,7 +288,7 @@ def _worker(folder: Path) -> None:
             with Sent(processes.world) as sent:
                 stats = learner.learn(batch, 1)
         assert stats.updates == UPDATES
-        mean = sum(processes.gathered(sent.bytes)) / processes.world
+        mean = sum(processes.all_gather(sent.bytes)) / processes.world
         parameters = sum(p.numel() for p in learner.model.masters.values())
         masters_bytes = 4 * parameters
         rows.append(

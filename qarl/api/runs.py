@@ -205,7 +205,7 @@ def agreed(config: RunConfig, requested: RunConfig, processes: "Processes") -> R
     requested: configuration that this process was started with. Raises `ConfigError` if the
     processes were started with different ones.
     """
-    first, *others = processes.gathered(requested)
+    first, *others = processes.all_gather(requested)
 
     def checked() -> RunConfig:
         for index, other in enumerate(others, 1):

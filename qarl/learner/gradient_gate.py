@@ -75,7 +75,7 @@ def _unreached(model: LowBitModel, processes: Processes) -> set[str]:
         for master in trained.values()
     ]
     # The number of processes in which a gradient reaches each master.
-    reached = processes.total(torch.tensor(reached_here, dtype=torch.float32))
+    reached = processes.all_reduce(torch.tensor(reached_here, dtype=torch.float32))
     for master in trained.values():
         master.grad = None
     return {name for name, count in zip(trained, reached.tolist(), strict=True) if not count}

@@ -75,13 +75,13 @@ class Processes:
         span = self.span(len(items))
         return items[span.start : span.stop]
 
-    def total(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce(self, values: torch.Tensor) -> torch.Tensor:
         """Sum `values` (any device) over the processes in place, and return them."""
         if self.world > 1:
             dist.all_reduce(values)
         return values
 
-    def gathered(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """Return every process's value, by rank. Values must be picklable."""
         if self.world == 1:
             return [value]
@@ -91,15 +91,15 @@ class Processes:
 
     def concatenated(self, items: list[T]) -> list[T]:
         """Return the lists of all processes one after another, the inverse of `share`."""
-        return [item for part in self.gathered(items) for item in part]
+        return [item for part in self.all_gather(items) for item in part]
 
     def any(self, flag: bool) -> bool:
         """Return whether the flag is set in any process."""
-        return any(self.gathered(flag))
+        return any(self.all_gather(flag))
 
-    def wait(self) -> None:
+    def barrier(self) -> None:
         """Return when all processes have called this."""
-        self.gathered(None)
+        self.all_gather(None)
 
     def run_on_first(self, work: Callable[[], T]) -> T:
         """Call `work` in the first process, and return its picklable result in all.
@@ -115,7 +115,7 @@ class Processes:
                 result = work()
             except Exception as error:
                 failure = error
-        result, failed = self.gathered((result, failure is not None))[0]
+        result, failed = self.all_gather((result, failure is not None))[0]
         if failure is not None:
             raise failure
         if failed:

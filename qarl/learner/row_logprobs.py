@@ -46,8 +46,8 @@ class RowLogprobs:
 
         Each process added a share of them.
         """
-        self.values[index] = processes.total(self.values[index])
-        self._entropy[index] = processes.total(self._entropy[index])
+        self.values[index] = processes.all_reduce(self.values[index])
+        self._entropy[index] = processes.all_reduce(self._entropy[index])
         self.known[index] = True
 
     @property

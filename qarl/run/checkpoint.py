@@ -80,7 +80,7 @@ def save_checkpoint(
         digests = {file.name: _sha256(file) for file in own}
     except (OSError, RuntimeError, FailedElsewhereError) as error:
         failure = error
-    written = together.gathered((digests, None if failure is None else str(failure)))
+    written = together.all_gather((digests, None if failure is None else str(failure)))
     reasons = [reason for _, reason in written if reason is not None]
     if not reasons:
         try:

@@ -104,7 +104,7 @@ def deferred_interrupt() -> Iterator[list[int]]:
 
 def agreed_signal(received: list[int], processes: "Processes") -> int | None:
     """Return the signal that one of the processes received, the same in all of them, or None."""
-    return next((number for each in processes.gathered(received) for number in each), None)
+    return next((number for each in processes.all_gather(received) for number in each), None)
 
 
 def heeded_signals() -> list[int]:

@@ -81,7 +81,7 @@ def export_sampled(
             or OTHER_KERNELS_TOLERANCE * FixedSequences(policy.model, sequences).floor().mean_abs
         )
     reference = ExportReference(sequences, session.engine.logprobs(sequences), bound)
-    policy.processes.wait()  # from here on the first process is alone
+    policy.processes.barrier()  # from here on the first process is alone
     return reference
 
 
@@ -100,7 +100,7 @@ def _of_one_rank(
         on_cpu = policy.model.device.type == "cpu"
         times = SAME_KERNELS_TOLERANCE if on_cpu else OTHER_KERNELS_TOLERANCE
         bound = config.sync.canary_bound or times * fixed.floor().mean_abs
-    policy.processes.wait()
+    policy.processes.barrier()
     return ExportReference(sequences, logprobs, bound)
 
 

@@ -126,7 +126,7 @@ class Publisher:
         ahead = self._written
         self._written = None
         written = ahead if ahead is not None and ahead.version == version else self._write(version)
-        digests = self._processes.gathered(written.digest)
+        digests = self._processes.all_gather(written.digest)
         self._check(
             len(set(digests)) == 1,
             version,

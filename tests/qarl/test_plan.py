@@ -555,7 +555,7 @@ def test_processes_of_several_machines_choose_as_one(
     assert {fitted.processes for fitted, _ in fitting(plan)} == {32}
     assert helping(plan)
     together: Any = SimpleNamespace(
-        gathered=lambda mine: [dense, mine], run_on_first=lambda work: work()
+        all_gather=lambda mine: [dense, mine], run_on_first=lambda work: work()
     )
     with pytest.raises(
         ConfigError,

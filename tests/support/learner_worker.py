@@ -112,7 +112,7 @@ def read(job: dict[str, Any], processes: Processes) -> None:
         later = save_checkpoint(folder, 8, {}, 2, processes)
         if processes.first:
             (later / "manifest.json").write_text("")
-    processes.wait()
+    processes.barrier()
     if not processes.first:
         time.sleep(0.5)  # so that it comes when what the first one sets aside is gone
     try:
@@ -120,7 +120,7 @@ def read(job: dict[str, Any], processes: Processes) -> None:
         said = f"step {load_checkpoint(folder, processes, step_over).step}"
     except CheckpointError as error:
         said = str(error)
-    told = processes.gathered(said)
+    told = processes.all_gather(said)
     if processes.first:
         torch.save({"said": told}, job["save"])
 

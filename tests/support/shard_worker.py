@@ -171,8 +171,8 @@ def main(file: Path) -> None:
             for blocks in (1, 3)
         }
         equal[f"{name}, experts"] = equal_experts(scheme, processes)
-    told = processes.gathered(equal)
-    sums = processes.gathered(reduced(processes))
+    told = processes.all_gather(equal)
+    sums = processes.all_gather(reduced(processes))
     if processes.first:
         made["sums"] = sums
         made["equal"] = {key: all(one[key] for one in told) for key in equal}

@@ -132,7 +132,7 @@ def test_unconsumed_or_missing_tensors_stop_the_run(
 
 def test_processes_with_different_digests_are_named():
     ends = Ends()
-    apart: Any = SimpleNamespace(gathered=lambda digest: [digest, digest, "f" * 32])
+    apart: Any = SimpleNamespace(all_gather=lambda digest: [digest, digest, "f" * 32])
     own = digested(ends.model.low_bit_tensors()).hexdigest()[:16]
     with pytest.raises(
         PublishError,

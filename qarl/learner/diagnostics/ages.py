@@ -101,7 +101,7 @@ class MismatchByAgeMeter(Observer):
             index = torch.cat([rows for rows, _ in self._sums])
             own = torch.cat([part for _, part in self._sums])
             sums[index] = own.double().cpu()
-        sums = self.learning.processes.total(sums)
+        sums = self.learning.processes.all_reduce(sums)
         ages = self._ages()
         distinct = [age for age in ages.unique().tolist() if age >= 0]
         tokens = [int(self._tokens[ages == age].sum()) for age in distinct]

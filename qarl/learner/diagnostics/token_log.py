@@ -62,6 +62,6 @@ class TokenLog:
         """
         self.old = old.values
         self.known = old.known
-        processes.total(self.log_ratio)
-        processes.total(self.clip)
-        self.updated = processes.total(self.updated.int()) > 0
+        processes.all_reduce(self.log_ratio)
+        processes.all_reduce(self.clip)
+        self.updated = processes.all_reduce(self.updated.int()) > 0

@@ -69,7 +69,7 @@ class LossMetrics:
         """
         values = astuple(self)
         own = torch.tensor([value or 0.0 for value in values], dtype=torch.float64)
-        sums = processes.total(own).tolist()
+        sums = processes.all_reduce(own).tolist()
         measured: list[Any] = [
             None if value is None else total for value, total in zip(values, sums, strict=True)
         ]

@@ -154,7 +154,7 @@ class MasterOptimizer:
             if counts is not None:
                 sums[:3] += torch.stack([counts.meant, counts.lost, counts.crossed])
         sums[3] = sum(own_rows(master.detach()).numel() for master in self._masters.values())
-        meant, lost, crossed, weights = self._processes.total(sums).tolist()
+        meant, lost, crossed, weights = self._processes.all_reduce(sums).tolist()
         return UpdateDiagnostics(lost / max(meant, 1), crossed, weights)
 
     def _require_range(self) -> None:
@@ -167,7 +167,7 @@ class MasterOptimizer:
         if not finite:
             return
         outside = torch.stack(list(finite.values())).logical_not().sum()
-        if not self._processes.total(outside):
+        if not self._processes.all_reduce(outside):
             return
         name = next((name for name, check in finite.items() if not check), None)
         if name is None:

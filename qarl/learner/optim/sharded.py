@@ -69,7 +69,7 @@ class ShardedOptimizer:
         for master in self._model.masters.values():
             # The backward has summed the gradient of a shared master already.
             if master.grad is not None and shard_of(master) is None:
-                self._processes.total(master.grad)
+                self._processes.all_reduce(master.grad)
         result = self.optimizer.clipped_step(diagnose)
         self.optimizer.zero_grad()
         return result
