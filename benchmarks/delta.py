@@ -18,7 +18,7 @@ from transformers import PretrainedConfig, Qwen3Config
 from benchmarks.models import MODELS
 from benchmarks.publish import moe_config
 from qarl.configs.schema.learner import OptimizerConfig
-from qarl.learner.optim.master_step import MasterStep
+from qarl.learner.optim.parameter_optimizer import ParameterOptimizer
 from qarl.quant.delta import VersionCache
 from qarl.quant.materialize import LowBitWeight, materialize
 from qarl.quant.materialize.code_changes import changed_codes
@@ -248,7 +248,7 @@ def _stepped(
 
     master = nn.Parameter(normal(kind.rows, kind.columns) * _SPREAD)
     muon = kind.quantized and config.name == "muon"
-    stepped = MasterStep(
+    stepped = ParameterOptimizer(
         master, [(slice(None), slice(None))] if muon else [], config, "nearest", None
     )
     for step in range(1, STEPS + 1):

@@ -149,7 +149,7 @@ class Qarl:
         from qarl.run.checkpoint import load_checkpoint
 
         checkpoint = load_checkpoint(folder, self.processes)
-        learner: Any = SimpleNamespace(sharded=self.sharded)
+        learner: Any = SimpleNamespace(optimizer=self.sharded)
         self.sharded.load_state_dict(checkpoint.learner_state(learner))
 
 

@@ -101,7 +101,7 @@ class Learner:
         self.model = model
         self.config = config
         self.processes = processes or Processes()
-        self.sharded = open_optimizer(model, config, self.processes)
+        self.optimizer = open_optimizer(model, config, self.processes)
         self.loss_scale = LossScale(model.context.compute_dtype == torch.float16)
         self._balance = load_balance_coefficient(model, config.router_aux_loss)
         model.router_log.enable(self._balance > 0)
@@ -144,7 +144,7 @@ class Learner:
                 (collective).
         """
         lr = self.schedule.rate(step)
-        self.sharded.lr = lr
+        self.optimizer.lr = lr
         self.stopwatch.take()
         require_finite_sampler(batch, self.model.context.dtype)
         shuffled = mini_batches(batch, self.config.mini_batches, step_seed(self._seed, step))
@@ -269,7 +269,7 @@ class Learner:
         with self.stopwatch("backward"):
             # A dummy micro-batch runs its backward for the collectives, and adds nothing.
             scale = self.loss_scale.scale if part.counts else 0.0
-            self.sharded.backward(loss * scale, is_last)
+            self.optimizer.backward(loss * scale, is_last)
         if mini.supplies_old and part.counts:
             old.add(part.index, own.detach(), entropies)
         micro = MicroBatch(
@@ -325,15 +325,15 @@ class Learner:
         Returns the gradient norm before clipping (0 if no step was taken) and whether a step was
         taken.
         """
-        counts = any(observer.counts_changes for observer in observers)
+        diagnose = any(observer.counts_changes for observer in observers)
         with self.stopwatch("optimizer"):
-            step = self.sharded.step(counts)
+            step = self.optimizer.step(diagnose)
         if step.taken:
             with self.stopwatch("materialize"):
-                self.model.refresh(learning.flips if counts else None)
+                self.model.refresh(learning.flips if diagnose else None)
         self.loss_scale.update(step.taken)
         for observer in observers:
-            observer.after_update(number, step.arrived)
+            observer.after_update(number, step.diagnostics)
         return (step.norm if step.taken else 0.0), step.taken
 
     def state_dict(self) -> dict[str, Any]:
@@ -343,7 +343,7 @@ class Learner:
         several processes masters and moments are shared as the learner's own are.
         """
         return {
-            **self.sharded.state_dict(),
+            **self.optimizer.state_dict(),
             "scale": self.loss_scale.state_dict(),
             "base": self.model.base_digest,
             "scales": scales_state(self.model),
@@ -358,7 +358,7 @@ class Learner:
         """
         self._require_base(state["base"])
         load_scales_state(self.model, state["scales"])
-        self.sharded.load_state_dict(state)
+        self.optimizer.load_state_dict(state)
         self.loss_scale.load_state_dict(state["scale"])
         self._start.load_state_dict(state["start"])
         self.model.refresh()

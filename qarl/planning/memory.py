@@ -718,7 +718,7 @@ class Count:
         return dequantized + largest + inputs
 
     def step(self) -> float:
-        """Bytes of an optimizer step, which takes one master at a time (`optim.master_step`).
+        """Bytes of an optimizer step, one master at a time (`optim.parameter_optimizer`).
 
         A process steps its rows of a master. Muon's matrices are whole in the
         process that orthogonalizes them, and their rows are sent there and back.
@@ -733,7 +733,7 @@ class Count:
         # Muon's update in fp32, and three bf16 matrices of Newton-Schulz (`optim.muon`).
         muon = (_FP32 + 3 * _BF16) * matrix if learner.optimizer.name == "muon" else 0
         # To count lost updates: the values before, counted as fp32, and three masks of one byte:
-        # not stored, meant, and both (`MasterStep._counts`).
+        # not stored, meant, and both (`ParameterOptimizer._counts`).
         lost = (_FP32 + 3) * largest if learner.diagnostics_every else 0
         # Two offloaded moments, on the device for their step.
         fetched = 2 * _FP32 * largest if learner.optimizer.offload == "cpu" else 0

@@ -216,7 +216,7 @@ class Checkpoint:
             shapes = _shapes(reader.read_metadata())
         except (SafetensorError, LookupError, ValueError) as error:
             raise _foreign(self.folder, error) from error
-        tensors = learner.sharded.empty_state(shapes)
+        tensors = learner.optimizer.empty_state(shapes)
         try:
             with _quiet():
                 load(tensors, storage_reader=reader, no_dist=self.processes.world == 1)

@@ -115,9 +115,9 @@ def update(learner: Learner, batch: Batch, step: int) -> SftStep:
     start = time.perf_counter()
     rows = RowLogprobs(batch)
     lr = learner.schedule.rate(step)
-    learner.sharded.lr = lr
+    learner.optimizer.lr = lr
     accumulate_gradients(learner, batch, rows)
-    result = learner.sharded.step()
+    result = learner.optimizer.step()
     if result.taken:
         learner.model.refresh()
     learner.loss_scale.update(result.taken)
@@ -158,7 +158,7 @@ def accumulate_gradients(learner: Learner, batch: Batch, rows: RowLogprobs) -> N
         if part is parts[-1] and learner.config.gradient_checkpointing is not True:
             # No forward needs this version's products again: the step makes the next version.
             model.release_products()
-        learner.sharded.backward(loss * scale, part is parts[-1])
+        learner.optimizer.backward(loss * scale, part is parts[-1])
     scorer.complete(rows, model, index)
 
 

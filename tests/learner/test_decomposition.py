@@ -33,8 +33,8 @@ from qarl.learner.diagnostics.decomposition import (
 from qarl.learner.diagnostics.token_log import TokenLog
 from qarl.learner.learn_stats import LearnStats
 from qarl.learner.learner import Learner
-from qarl.learner.optim import master_step
-from qarl.learner.optim.master_step import crossed_bfloat16
+from qarl.learner.optim import parameter_optimizer
+from qarl.learner.optim.parameter_optimizer import crossed_bfloat16
 from qarl.quant.layers.context import Forward
 from qarl.quant.materialize import LowBitWeight, materialize
 from qarl.quant.materialize import code_changes as flips
@@ -447,7 +447,7 @@ def test_crossed_bfloat16_counts_changed_bfloat16_values():
         ]
     )
     assert int(crossed_bfloat16(before, after)) == 2
-    long = torch.ones(master_step._CHUNK + 3)
+    long = torch.ones(parameter_optimizer._CHUNK + 3)
     long[[0, -1]] = 1.5
     assert int(crossed_bfloat16(torch.ones_like(long), long)) == 2
 

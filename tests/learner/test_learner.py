@@ -65,8 +65,8 @@ def gradients_of_learning(
     def record(diagnose: bool = False) -> None:
         seen.append(collected_gradients(learner.model))
 
-    assert isinstance(learner.sharded, ShardedOptimizer)
-    learner.sharded.optimizer.step = record
+    assert isinstance(learner.optimizer, ShardedOptimizer)
+    learner.optimizer.optimizer.step = record
     return seen, learner.learn(batch, step=3)
 
 
@@ -598,7 +598,7 @@ def test_reserved_bytes_are_those_of_gradients_and_moments():
     counted = step_bytes(learner.model, learner.config)
     with reserved(learner.model, learner.config):
         learner.learn(batch_of(), 0)
-    parts = learner.sharded.state_dict()["moments"].values()
+    parts = learner.optimizer.state_dict()["moments"].values()
     moments = [tensor for part in parts for tensor in part.values() if tensor.ndim]
     gradients = sum(master.numel() for master in learner.model.masters.values())
     assert counted == 4 * (gradients + sum(t.numel() for t in moments))

@@ -16,9 +16,9 @@ from torch import nn
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.learner import OptimizerConfig
 from qarl.learner.optim import rounding
-from qarl.learner.optim.master_step import MasterStep
 from qarl.learner.optim.muon import StackedMuon
 from qarl.learner.optim.optimizer import MasterOptimizer, matrices_of
+from qarl.learner.optim.parameter_optimizer import ParameterOptimizer
 from qarl.learner.optim.rounding import stochastic_round
 from tests.support.models import low_bit
 from tests.support.moe_models import CONFIGS, random_moe
@@ -130,7 +130,8 @@ def test_a_16_bit_step_is_torchs_step_in_fp32_rounded_once(dtype: torch.dtype, n
     ours = MasterOptimizer(masters, MATRICES, settings_)
     wide = {k: nn.Parameter(v.float()) for k, v in expected.items()}
     theirs = {
-        k: MasterStep(v, _matrices(name, k, v), settings_, "nearest", None) for k, v in wide.items()
+        k: ParameterOptimizer(v, _matrices(name, k, v), settings_, "nearest", None)
+        for k, v in wide.items()
     }
     generator = seeded(0)
     for step in range(3):
@@ -297,7 +298,7 @@ def test_offloaded_moments_change_no_bit(name: str):
     stay = masters_in(torch.bfloat16)["up"]
     visit = masters_in(torch.bfloat16)["up"]
     steps = [
-        MasterStep(m, _matrices(name, "up", m), settings_, "nearest", None, home)
+        ParameterOptimizer(m, _matrices(name, "up", m), settings_, "nearest", None, home)
         for m, home in ((stay, None), (visit, torch.device("cpu")))
     ]
     addresses = set()
@@ -309,7 +310,7 @@ def test_offloaded_moments_change_no_bit(name: str):
         addresses.add(tuple(tensor.data_ptr() for _, _, tensor in steps[1]._moments()))
     assert torch.equal(stay, visit)
     assert len(addresses) == 1
-    again = MasterStep(
+    again = ParameterOptimizer(
         visit,
         _matrices(name, "up", visit),
         settings_,

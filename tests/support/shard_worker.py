@@ -87,7 +87,7 @@ def row_steps(
         stepping.step()
         save_checkpoint(folder, step, {"learner": stepping.state_dict()}, 1, processes)
         stepping = learner()
-        reading: Any = SimpleNamespace(sharded=stepping)
+        reading: Any = SimpleNamespace(optimizer=stepping)
         stepping.load_state_dict(load_checkpoint(folder, processes).learner_state(reading))
     state = whole_state(stepping.state_dict())
     return state.pop("masters"), state

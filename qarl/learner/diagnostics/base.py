@@ -170,10 +170,10 @@ class Observer:
     def micro_batch(self, micro: MicroBatch) -> None:
         """Observe a micro-batch after its backward. Should not wait for a device."""
 
-    def after_update(self, update: int, arrived: UpdateDiagnostics | None) -> None:
+    def after_update(self, update: int, diagnostics: UpdateDiagnostics | None) -> None:
         """Observe the policy after an update, when its weight version is materialized.
 
-        arrived: what the update changed; None unless an observer `counts_changes`.
+        diagnostics: what the update changed; None unless an observer `counts_changes`.
         """
 
     def record(self) -> dict[str, Any]:

@@ -227,7 +227,7 @@ class ShadowForwards(Observer):
         if self._due and self.learning.is_last(micro.update):
             self._own.add(micro.index, micro.current.detach(), micro.entropies)
 
-    def after_update(self, update: int, arrived: UpdateDiagnostics | None) -> None:
+    def after_update(self, update: int, diagnostics: UpdateDiagnostics | None) -> None:
         """Score the sample with the codes that are published next."""
         if self._due and self.learning.is_last(update):
             with self.learning.stopwatch("shadow"):

@@ -48,12 +48,12 @@ class LostUpdates(Observer):
         self._lost: list[float] = []
         self._crossed = Changed()
 
-    def after_update(self, update: int, arrived: UpdateDiagnostics | None) -> None:
+    def after_update(self, update: int, diagnostics: UpdateDiagnostics | None) -> None:
         """Add the counts of an optimizer step (`MasterOptimizer.step` with `diagnose`)."""
-        if arrived is None or not self.counts_changes:
+        if diagnostics is None or not self.counts_changes:
             return
-        self._lost.append(arrived.lost)
-        self._crossed.add(arrived.crossed, arrived.weights)
+        self._lost.append(diagnostics.lost)
+        self._crossed.add(diagnostics.crossed, diagnostics.weights)
 
     def record(self) -> dict[str, Any]:
         """Return means over the updates taken; None if there were none.

@@ -1,7 +1,7 @@
 """The optimizer of the masters.
 
 It is AdamW, or Muon for the matrices of linear layers and AdamW for the rest. Masters are stepped
-one after another (`learner.optim.master_step`), each by a torch optimizer of its own.
+one after another (`learner.optim.parameter_optimizer`), each by a torch optimizer of its own.
 """
 
 import math
@@ -17,8 +17,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.learner import OptimizerConfig
 from qarl.learner.optim.loss_scale import PrecisionError, short_name
-from qarl.learner.optim.master_step import Index, MasterStep, UpdateCounts
 from qarl.learner.optim.muon import MOMENTUM, orthogonalize
+from qarl.learner.optim.parameter_optimizer import Index, ParameterOptimizer, UpdateCounts
 from qarl.learner.processes import FailedElsewhereError, Processes
 from qarl.quant.runtime.shards import own_rows, row_a_process, shard_of, shared_like
 
@@ -45,7 +45,7 @@ class Step:
     """Whether the step was taken. It is not if the norm is infinite or NaN; all masters are then
     unchanged.
     """
-    arrived: UpdateDiagnostics | None = None
+    diagnostics: UpdateDiagnostics | None = None
     """Effect of the update on the masters; None if it was not counted."""
 
 
@@ -83,7 +83,7 @@ class MasterOptimizer:
         self._device = next(iter(masters.values())).device
         self._offload = _offload_device(config, self._device)
         self._generator = torch.Generator(self._device).manual_seed(self._processes.rank)
-        self._steps: dict[str, MasterStep] = {}
+        self._by_master: dict[str, ParameterOptimizer] = {}
         self._by_muon = set(muon_masters(masters, matrices, config))
         for name, master in masters.items():
             if master.dtype != torch.float32:
@@ -95,7 +95,7 @@ class MasterOptimizer:
             )
             rounding = config.rounding_of(short_name(master.dtype))
             cut = shard_of(master) if indices and master.ndim == 2 else None
-            self._steps[name] = MasterStep(
+            self._by_master[name] = ParameterOptimizer(
                 master, indices, config, rounding, self._generator, self._offload, cut
             )
 
@@ -130,21 +130,28 @@ class MasterOptimizer:
         16-bit master out of its dtype's range.
         """
         cut = [
-            step
-            for name, step in self._steps.items()
-            if step.cut and self._masters[name].grad is not None
+            optimizer
+            for name, optimizer in self._by_master.items()
+            if optimizer.cut and self._masters[name].grad is not None
         ]
         counts: list[UpdateCounts | None] = []
         # As many cut matrices at a time as there are processes, because each orthogonalizes one.
         for start in range(0, len(cut), self._processes.world):
             batch = cut[start : start + self._processes.world]
-            orthogonalize([step.row_muon for step in batch], [step.update() for step in batch])
-            counts += [step.step(self.lr, diagnose) for step in batch]
-        counts += [step.step(self.lr, diagnose) for step in self._steps.values() if not step.cut]
+            orthogonalize(
+                [optimizer.row_muon for optimizer in batch],
+                [optimizer.update() for optimizer in batch],
+            )
+            counts += [optimizer.step(self.lr, diagnose) for optimizer in batch]
+        counts += [
+            optimizer.step(self.lr, diagnose)
+            for optimizer in self._by_master.values()
+            if not optimizer.cut
+        ]
         self._require_range()
-        return self._arrived(counts) if diagnose else None
+        return self._diagnostics(counts) if diagnose else None
 
-    def _arrived(self, by_master: Iterable[UpdateCounts | None]) -> UpdateDiagnostics:
+    def _diagnostics(self, by_master: Iterable[UpdateCounts | None]) -> UpdateDiagnostics:
         """Return the effect of an update, over all processes.
 
         by_master: counts of each master of this process; None if it has no gradient.
@@ -162,7 +169,7 @@ class MasterOptimizer:
 
         Waits for the device once.
         """
-        checks = {name: step.in_range() for name, step in self._steps.items()}
+        checks = {name: optimizer.in_range() for name, optimizer in self._by_master.items()}
         finite = {name: check for name, check in checks.items() if check is not None}
         if not finite:
             return
@@ -193,8 +200,8 @@ class MasterOptimizer:
         states, uint8 [processes, bytes], each process has its own.
         """
         moments = {}
-        for name, step in self._steps.items():
-            values = step.moments()
+        for name, optimizer in self._by_master.items():
+            values = optimizer.moments()
             if name in self._by_muon:
                 # A process without a matrix of a stack has AdamW's state of nothing.
                 values = {key: value for key, value in values.items() if key == MOMENTUM}
@@ -214,10 +221,10 @@ class MasterOptimizer:
         Raises `ConfigError` if it belongs to other masters.
         """
         require_same_masters(state["moments"], self._masters)
-        for name, step in self._steps.items():
+        for name, optimizer in self._by_master.items():
             values = {key: own_rows(value) for key, value in state["moments"][name].items()}
             has_rows = own_rows(self._masters[name].detach()).numel() > 0
-            step.load_moments(values if has_rows or name not in self._by_muon else {})
+            optimizer.load_moments(values if has_rows or name not in self._by_muon else {})
         generators = own_rows(state["generators"])
         own = generators[self._processes.rank % len(generators)]
         self._generator.set_state(own.cpu().clone())

@@ -38,7 +38,7 @@ class UpdateCounts:
     """Number of weights that round to another bfloat16 than before."""
 
 
-class MasterStep:
+class ParameterOptimizer:
     """Optimizer of one master.
 
     Args:
