@@ -306,11 +306,11 @@ class Policy(nn.Module):
         order = []
         values = []
         width = batch.response_mask.shape[1]
-        for part in scorer.share(batch, torch.arange(len(batch.tokens))):
+        for micro in scorer.micro_batches(batch, torch.arange(len(batch.tokens))):
             own, _ = scorer.token_logprobs(
-                self.low_bit, batch.rows(part.index).to(self.device), part.chunks, False
+                self.low_bit, batch.rows(micro.index).to(self.device), micro.chunks, entropy=False
             )
-            order.append(part.index)
+            order.append(micro.index)
             values.append(nn.functional.pad(own, (0, width - own.shape[1])))
         return torch.cat(values)[torch.cat(order).argsort().to(self.device)]
 

@@ -39,7 +39,7 @@ from qarl.learner.optim.schedule import make_schedule
 from qarl.learner.optim.sharded import open_optimizer
 from qarl.learner.processes import Processes
 from qarl.learner.row_logprobs import RowLogprobs
-from qarl.learner.scorer import Part, Scorer
+from qarl.learner.scorer import RankMicroBatch, Scorer
 from qarl.learner.stopwatch import Stopwatch
 from qarl.quant.model.kept_scales import load_scales_state, scales_state
 from qarl.quant.model.low_bit_model import LowBitModel
@@ -161,18 +161,18 @@ class Learner:
             log=log,
             start=self._start,
             reference=None if self._reference is None else RowLogprobs(batch),
-            add_logprobs=self.scorer.add,
+            fill_logprobs=self.scorer.fill,
         )
         observers = [observer(learning) for observer in OBSERVERS]
         for observer in observers:
             observer.before_batch()
         old = learning.old
         with self.stopwatch("old"):
-            self.scorer.add_ratio_logprobs(old, self._rows_in_advance(learning, gate is not None))
+            self.scorer.fill_for_ratio(old, self._rows_in_advance(learning, gate is not None))
         if gate is not None:
             gate(old.mismatch(), lambda: self._rounding_floor(old))
         if self._reference is not None and learning.reference is not None:
-            self.scorer.add_ratio_logprobs(
+            self.scorer.fill_for_ratio(
                 learning.reference, torch.arange(len(batch.tokens)), self._reference
             )
         self.batch_complete = False
@@ -188,7 +188,7 @@ class Learner:
         rows = old.known.nonzero().flatten()
         rerounded = RowLogprobs(old.batch)
         with self.model.context.other_roundings(self._seed):
-            self.scorer.add_ratio_logprobs(rerounded, rows)
+            self.scorer.fill_for_ratio(rerounded, rows)
         mask = old.batch.response_mask[rows]
         return measure_mismatch(rerounded.values[rows], old.values[rows], mask)
 
@@ -212,16 +212,17 @@ class Learner:
             observer.before_update(number, index)
         self.model.gradients.scale_by(self.loss_scale.scale)
         mini = self._mini_batch(learning, number)
-        parts = list(self.scorer.share(learning.batch, index))
+        micro_batches = list(self.scorer.micro_batches(learning.batch, index))
         partial_sums: list[dict[str, torch.Tensor | None]] = []
-        for part in parts:
-            micro, sums = self._micro_batch(learning, mini, part, is_last=part is parts[-1])
-            if part.counts:
+        for micro in micro_batches:
+            is_last = micro is micro_batches[-1]
+            observed, sums = self._micro_batch(learning, mini, micro, is_last)
+            if not micro.is_dummy:
                 partial_sums.append(sums)
                 for observer in observers:
-                    observer.micro_batch(micro)
+                    observer.micro_batch(observed)
         if mini.supplies_old:
-            self.scorer.complete(learning.old, self.model, index)
+            self.scorer.all_reduce(learning.old, index, self.model)
         norm, taken = self._apply(learning, observers, number)
         metrics = sum(map(LossMetrics.of, partial_sums), LossMetrics())
         return Update(metrics.total(self.processes), norm, taken)
@@ -233,7 +234,7 @@ class Learner:
         shadow = None
         if self.config.ratio_fix == "shadow_forward":
             shadow = RowLogprobs(learning.batch)
-            self.scorer.add_ratio_logprobs(shadow, index)
+            self.scorer.fill_for_ratio(shadow, index)
         return _MiniBatch(
             number=number,
             size=BatchSize(len(index), int(learning.batch.response_mask[index].sum())),
@@ -243,7 +244,7 @@ class Learner:
         )
 
     def _micro_batch(
-        self, learning: Learning, mini: _MiniBatch, part: Part, is_last: bool
+        self, learning: Learning, mini: _MiniBatch, micro: RankMicroBatch, is_last: bool
     ) -> tuple[MicroBatch, dict[str, torch.Tensor | None]]:
         """Run forward and backward of one micro-batch, and return it with its metrics.
 
@@ -251,41 +252,41 @@ class Learner:
         """
         old = learning.old
         shadow = mini.shadow
-        rows = learning.batch.rows(part.index).to(self.model.device)
+        rows = learning.batch.rows(micro.index).to(self.model.device)
         with self.stopwatch("forward"):
             own, entropies = self.scorer.token_logprobs(
-                self.model, rows, part.chunks, entropy=mini.supplies_old
+                self.model, rows, micro.chunks, entropy=mini.supplies_old
             )
-        current = own if shadow is None else shadowed(own, shadow.rows_padded_to(own, part.index))
+        current = own if shadow is None else shadowed(own, shadow.rows_like(micro.index, own))
         denominator = None
         if mini.supplies_old:
             denominator = current.detach()
         elif mini.old_known:
-            denominator = old.rows_padded_to(current, part.index)
-        share, loss, balance = self._loss(learning, part, rows, current, denominator, mini.size)
+            denominator = old.rows_like(micro.index, current)
+        share, loss, balance = self._loss(learning, micro, rows, current, denominator, mini.size)
         if is_last and self.config.gradient_checkpointing is not True:
             # No forward needs this version's products again: the step makes the next version.
             self.model.release_products()
         with self.stopwatch("backward"):
             # A dummy micro-batch runs its backward for the collectives, and adds nothing.
-            scale = self.loss_scale.scale if part.counts else 0.0
+            scale = 0.0 if micro.is_dummy else self.loss_scale.scale
             self.optimizer.backward(loss * scale, is_last)
-        if mini.supplies_old and part.counts:
-            old.add(part.index, own.detach(), entropies)
-        micro = MicroBatch(
+        if mini.supplies_old and not micro.is_dummy:
+            old.write(micro.index, own.detach(), entropies)
+        observed = MicroBatch(
             mini.number,
-            part.index,
+            micro.index,
             rows=rows,
             current=own,
             entropies=entropies,
             tokens=share.tokens,
         )
-        return micro, {**share.numbers, "loss": loss.detach(), **balance}
+        return observed, {**share.numbers, "loss": loss.detach(), **balance}
 
     def _loss(
         self,
         learning: Learning,
-        part: Part,
+        micro: RankMicroBatch,
         rows: Batch,
         current: torch.Tensor,
         old: torch.Tensor | None,
@@ -299,7 +300,7 @@ class Learner:
         """
         reference = None
         if learning.reference is not None:
-            reference = learning.reference.rows_padded_to(current, part.index)
+            reference = learning.reference.rows_like(micro.index, current)
         terms = LossInput(
             current=current,
             old=old,
@@ -313,7 +314,7 @@ class Learner:
             if not self.model.router_log.enabled:
                 return share, share.loss, {}
             auxiliary = load_balance_loss(self.model, rows.real(), self.scorer.packed_rows(rows))
-            balance = auxiliary * (len(part.index) / size.sequences)
+            balance = auxiliary * (len(micro.index) / size.sequences)
             loss = share.loss + self._balance * balance
             return share, loss, {"load_balance": balance.detach()}
 

@@ -25,13 +25,13 @@ class RowLogprobs:
         self._entropy = torch.zeros(len(batch.tokens), dtype=torch.float64)
         """Sum of each row's entropies, nats, float64 [B]."""
 
-    def add(
+    def write(
         self,
         index: torch.Tensor,
         values: torch.Tensor,
         entropies: torch.Tensor,
     ) -> None:
-        """Add this process's part.
+        """Write rows that this process computed. `all_reduce` sends them to the others.
 
         Args:
             index: rows, int64 [n].
@@ -41,10 +41,10 @@ class RowLogprobs:
         self.values[index, : values.shape[1]] = values.cpu()
         self._entropy[index] = entropies.double().sum(-1).cpu()
 
-    def complete(self, index: torch.Tensor, processes: Processes) -> None:
+    def all_reduce(self, index: torch.Tensor, processes: Processes) -> None:
         """Sum the rows at `index` over the processes, and mark them as known.
 
-        Each process added a share of them.
+        One process wrote each of them, and they are 0 in the others.
         """
         self.values[index] = processes.all_reduce(self.values[index])
         self._entropy[index] = processes.all_reduce(self._entropy[index])
@@ -68,9 +68,9 @@ class RowLogprobs:
             ended=None if batch.ended is None else batch.ended[rows],
         )
 
-    def rows_padded_to(self, current: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return some rows' log-probs, cut to the width of `current` and on its device.
+    def rows_like(self, index: torch.Tensor, current: torch.Tensor) -> torch.Tensor:
+        """Return the log-probs of the rows at `index`, cut to the width of `current`, fp32 [n, t].
 
-        current: fp32 [n, t]. rows: int64 [n].
+        The result is on the device of `current`. index: int64 [n]. current: fp32 [n, t].
         """
-        return self.values[rows][:, : current.shape[1]].to(current.device)
+        return self.values[index][:, : current.shape[1]].to(current.device)

@@ -21,14 +21,14 @@ from qarl.quant.model.low_bit_model import LowBitModel
 
 
 @dataclass(frozen=True)
-class Part:
-    """One micro-batch of a process."""
+class RankMicroBatch:
+    """One micro-batch, as the rank computes it to which it is dealt."""
 
     index: torch.Tensor
-    """Its rows, int64 [n]."""
-    counts: bool
-    """Whether it counts. False for a dummy micro-batch, which a process runs so that
-    collectives match.
+    """Its rows in the batch, int64 [n]."""
+    is_dummy: bool
+    """Whether another rank computes these rows too. A rank without a micro-batch of its own runs a
+    dummy, because every rank must call every collective; it adds nothing to results.
     """
     chunks: int | None
     """Number of calls of the output head, the same in every process; None if there is one
@@ -57,46 +57,59 @@ class Scorer:
         """Whether sequences are packed."""
         self._shares_prompts = shares_prompts(self.packed, config.share_prompts, model.device)
 
+    def fill_for_ratio(
+        self, into: RowLogprobs, index: torch.Tensor, model: LowBitModel | None = None
+    ) -> None:
+        """Compute the log-probs that a ratio takes of the rows at `index`, and write them.
+
+        Under `learner.ratio_fix` they are those of the published codes, otherwise the same as in
+        `fill`. model: default the policy.
+        """
+        published = self._config.ratio_fix == "shadow_forward"
+        model = model or self._model
+        with model.forward_as(Forward.PUBLISHED) if published else nullcontext():
+            self.fill(into, index, model)
+
     @torch.no_grad()
-    def add(self, to: RowLogprobs, model: LowBitModel, index: torch.Tensor) -> None:
-        """Compute the log-probs of the rows at `index`, if any.
+    def fill(self, into: RowLogprobs, index: torch.Tensor, model: LowBitModel) -> None:
+        """Compute the log-probs of the rows at `index`, if any, and write them in every process.
 
         model: the policy or the reference.
         """
         if not len(index):
             return
-        for part in self.share(to.batch, index):
-            rows = to.batch.rows(part.index).to(model.device)
-            values, entropies = self.token_logprobs(model, rows, part.chunks, entropy=True)
-            if part.counts:
-                to.add(part.index, values, entropies)
-        self.complete(to, model, index)
+        for micro in self.micro_batches(into.batch, index):
+            rows = into.batch.rows(micro.index).to(model.device)
+            values, entropies = self.token_logprobs(model, rows, micro.chunks, entropy=True)
+            if not micro.is_dummy:
+                into.write(micro.index, values, entropies)
+        self.all_reduce(into, index, model)
 
     @torch.no_grad()
-    def complete(self, to: RowLogprobs, model: LowBitModel, index: torch.Tensor) -> None:
-        """Sum what the processes added.
+    def all_reduce(self, into: RowLogprobs, index: torch.Tensor, model: LowBitModel) -> None:
+        """Send the rows at `index` that the processes wrote to all of them.
 
-        Raises `PrecisionError` if log-probs of the rows at `index` are not finite.
+        Raises `PrecisionError` if a log-prob of these rows is not finite.
         """
-        to.complete(index, self._processes)
-        require_finite_logprobs(to.batch, index, to.values, model.context.forward_dtype)
+        into.all_reduce(index, self._processes)
+        require_finite_logprobs(into.batch, index, into.values, model.context.forward_dtype)
 
-    def share(self, batch: Batch, index: torch.Tensor) -> Iterator[Part]:
+    def micro_batches(self, batch: Batch, index: torch.Tensor) -> Iterator[RankMicroBatch]:
         """Yield this process's micro-batches of the rows at `index`.
 
         Micro-batches are dealt out in turn. Every process gets the same number: one without a
         micro-batch in the last turn gets a dummy.
         """
         budget = self._config.micro_batch_tokens
-        parts = list(micro_batches(batch, index, budget, self.packed, self._shares_prompts))
+        dealt = list(micro_batches(batch, index, budget, self.packed, self._shares_prompts))
         rank = self._processes.rank
         world = self._processes.world
-        for start in range(0, len(parts), world):
-            turn = parts[start : start + world]
-            counts = rank < len(turn)
-            longest = max(int(batch.response_mask[part].sum()) for part in turn)
+        for start in range(0, len(dealt), world):
+            turn = dealt[start : start + world]
+            is_dummy = rank >= len(turn)
+            longest = max(int(batch.response_mask[rows].sum()) for rows in turn)
             chunks = None if world == 1 else -(-longest // self._config.logprob_chunk_tokens)
-            yield Part(turn[rank if counts else 0], counts, chunks)
+            yield RankMicroBatch(turn[0 if is_dummy else rank], is_dummy, chunks)
 
     def token_logprobs(
         self, model: LowBitModel, rows: Batch, chunks: int | None, entropy: bool
@@ -121,16 +134,3 @@ class Scorer:
     def packed_rows(self, rows: Batch) -> Packed | None:
         """Return how these rows are packed into one; None if they are padded."""
         return rows.packed(self._shares_prompts) if self.packed else None
-
-    def add_ratio_logprobs(
-        self, to: RowLogprobs, index: torch.Tensor, model: LowBitModel | None = None
-    ) -> None:
-        """Compute the log-probs of the rows at `index` for a ratio.
-
-        Under `learner.ratio_fix` they are those of the published codes, otherwise the same as in
-        `add`. model: default the policy.
-        """
-        published = self._config.ratio_fix == "shadow_forward"
-        model = model or self._model
-        with model.forward_as(Forward.PUBLISHED) if published else nullcontext():
-            self.add(to, model, index)

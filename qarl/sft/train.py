@@ -99,7 +99,7 @@ def mean_loss(learner: Learner, batch: Batch) -> float:
     Nothing is changed. Raises `PrecisionError` if a log-prob is not finite.
     """
     rows = RowLogprobs(batch)
-    learner.scorer.add(rows, learner.model, torch.arange(len(batch.tokens)))
+    learner.scorer.fill(rows, torch.arange(len(batch.tokens)), learner.model)
     return _mean(rows)
 
 
@@ -146,11 +146,11 @@ def accumulate_gradients(learner: Learner, batch: Batch, rows: RowLogprobs) -> N
     model.gradients.scale_by(scale)
     tokens = int(batch.response_mask.sum())
     index = torch.arange(len(batch.tokens))
-    parts = list(scorer.share(batch, index))
+    parts = list(scorer.micro_batches(batch, index))
     for part in parts:
         micro = batch.rows(part.index).to(model.device)
         logprobs, entropies = scorer.token_logprobs(model, micro, part.chunks, entropy=False)
-        rows.add(part.index, logprobs.detach(), entropies)
+        rows.write(part.index, logprobs.detach(), entropies)
         loss = -logprobs.sum() / tokens
         if balance:
             auxiliary = load_balance_loss(model, micro.real(), scorer.packed_rows(micro))
@@ -159,7 +159,7 @@ def accumulate_gradients(learner: Learner, batch: Batch, rows: RowLogprobs) -> N
             # No forward needs this version's products again: the step makes the next version.
             model.release_products()
         learner.optimizer.backward(loss * scale, part is parts[-1])
-    scorer.complete(rows, model, index)
+    scorer.all_reduce(rows, index, model)
 
 
 def _mean(rows: RowLogprobs) -> float:

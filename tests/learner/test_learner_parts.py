@@ -402,11 +402,11 @@ def test_micro_batches_are_dealt_out_to_processes(batch: Batch, world: int, budg
     scorers = [Scorer(model, config, Processes(rank, world), 1.0) for rank in range(world)]
     turns = list(
         zip(
-            *(scorer.share(batch, rows) for scorer in scorers),
+            *(scorer.micro_batches(batch, rows) for scorer in scorers),
             strict=True,
         )
     )
-    counted = [part.index.tolist() for turn in turns for part in turn if part.counts]
+    counted = [part.index.tolist() for turn in turns for part in turn if not part.is_dummy]
     assert counted == [part.tolist() for part in micro_batches(batch, rows, budget)]
     for turn in turns if world > 1 else ():
         most = max(int(batch.response_mask[part.index].sum()) for part in turn)

@@ -114,7 +114,7 @@ def test_micro_batches_change_no_step(scheme: str):
     batch = pairs_batch(random_pairs(), pad_token=0)
     whole = make_learner(scheme, torch.float32)
     cut = make_learner(scheme, torch.float32, micro_batch_tokens=1)
-    assert len(list(cut.scorer.share(batch, torch.arange(len(LENGTHS))))) == len(LENGTHS)
+    assert len(list(cut.scorer.micro_batches(batch, torch.arange(len(LENGTHS))))) == len(LENGTHS)
     expected = gradients(whole, batch)
     for name, gradient in gradients(cut, batch).items():
         assert (gradient - expected[name]).abs().max() <= 1e-4 * expected[name].abs().max(), name

@@ -108,7 +108,7 @@ def batch_of(seed: int = 0) -> Batch:
 def logprobs_of(learner: Learner, batch: Batch) -> RowLogprobs:
     """Return the log-probs of the present policy."""
     rows = RowLogprobs(batch)
-    learner.scorer.add(rows, learner.model, torch.arange(len(batch.tokens)))
+    learner.scorer.fill(rows, torch.arange(len(batch.tokens)), learner.model)
     return rows
 
 

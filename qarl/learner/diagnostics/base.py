@@ -102,9 +102,9 @@ class Learning:
     """The caller's log of tokens, or None."""
     start: StartingPolicy
     """The policy with which the run started."""
-    add_logprobs: Callable[[RowLogprobs, LowBitModel, torch.Tensor], None]
-    """Computes a model's log-probs of the rows at an index and adds them. Collective: all processes
-    call it.
+    fill_logprobs: Callable[[RowLogprobs, torch.Tensor, LowBitModel], None]
+    """Computes a model's log-probs of the rows at an index and writes them (`Scorer.fill`).
+    Collective: all processes call it.
     """
 
     flips: FlipCount = field(default_factory=FlipCount)
@@ -117,7 +117,7 @@ class Learning:
         """
         computed = RowLogprobs(batch)
         with self.model.forward_as(forward):
-            self.add_logprobs(computed, self.model, rows)
+            self.fill_logprobs(computed, rows, self.model)
         return computed.values[rows]
 
     def is_last(self, update: int) -> bool:

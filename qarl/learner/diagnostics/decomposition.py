@@ -208,7 +208,7 @@ class ShadowForwards(Observer):
                 if log is not None and len(log.shown):
                     rows = sample_rows(self.learning.batch, log.shown)
                     with self._model.forward_as(Forward.UNQUANTIZED):
-                        self.learning.add_logprobs(log.unquantized, self._model, rows)
+                        self.learning.fill_logprobs(log.unquantized, rows, self._model)
             elif not self._behind:
                 self._values["before"] = self._logprobs(Forward.PUBLISHED)
 
@@ -225,13 +225,13 @@ class ShadowForwards(Observer):
     def micro_batch(self, micro: MicroBatch) -> None:
         """Collect the log-probs of the learner's own forward of the last update."""
         if self._due and self.learning.is_last(micro.update):
-            self._own.add(micro.index, micro.current.detach(), micro.entropies)
+            self._own.write(micro.index, micro.current.detach(), micro.entropies)
 
     def after_update(self, update: int, diagnostics: UpdateDiagnostics | None) -> None:
         """Score the sample with the codes that are published next."""
         if self._due and self.learning.is_last(update):
             with self.learning.stopwatch("shadow"):
-                self._own.complete(self.sample, self.learning.processes)
+                self._own.all_reduce(self.sample, self.learning.processes)
                 self._values["after"] = self._logprobs(Forward.PUBLISHED)
 
     def record(self) -> dict[str, Any]:
