@@ -26,7 +26,7 @@ from qarl.configs.schema.objectives import (
     ratio_from,
 )
 from qarl.learner.learn_stats import LearnStats
-from qarl.learner.loss.aggregation import BatchSize, over_tokens
+from qarl.learner.loss.aggregation import BatchSize, mean_over_tokens
 from qarl.learner.loss.corrections import correction
 from qarl.learner.loss.loss import LossInput, policy_loss
 from qarl.learner.loss.metrics import LossMetrics, mean
@@ -109,7 +109,7 @@ def evaluate(given: LossInput, config: LearnerConfig) -> tuple[torch.Tensor, tor
     proximal = given.sampler if ratio_from(config.correction) == "sampler" else old_of(given)
     inputs = ObjectiveInput(given.current, proximal, weight, given.response_mask, given.advantages)
     result = OBJECTIVES[config.objective.name](inputs, config.objective)
-    return over_tokens(result.loss, given.response_mask), over_tokens(
+    return mean_over_tokens(result.loss, given.response_mask), mean_over_tokens(
         result.clipped.float(), given.response_mask
     )
 

@@ -45,20 +45,20 @@ def aggregate(
         totals: size of the mini-batch.
     """
     if config.name == "seq-mean-token-mean":
-        return over_tokens(values, response_mask).sum() / totals.sequences
+        return mean_over_tokens(values, response_mask).sum() / totals.sequences
     sums = (values * response_mask).sum(-1)
     if isinstance(config, SeqSumAggregation):
         return sums.sum() / (totals.sequences * config.constant)
     return sums.sum() / max(totals.tokens, 1)
 
 
-def over_tokens(values: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
-    """Return the mean within each response, fp32 [B]. values: as in `aggregate`."""
-    return (
-        values[:, 0] if is_shared(values, response_mask) else sequence_mean(values, response_mask)
-    )
+def mean_over_tokens(values: torch.Tensor, response_mask: torch.Tensor) -> torch.Tensor:
+    """Return the mean over each response's tokens, fp32 [B]. values: as in `aggregate`."""
+    if is_per_sequence(values, response_mask):
+        return values[:, 0]
+    return sequence_mean(values, response_mask)
 
 
-def is_shared(values: torch.Tensor, response_mask: torch.Tensor) -> bool:
+def is_per_sequence(values: torch.Tensor, response_mask: torch.Tensor) -> bool:
     """Return whether `values` has one number a sequence instead of one a token."""
     return values.shape[1] == 1 and response_mask.shape[1] != 1

@@ -9,7 +9,7 @@ import torch
 
 from qarl.configs.schema.learner import LearnerConfig
 from qarl.configs.schema.objectives import KlConfig, NoCorrection, ratio_from
-from qarl.learner.loss.aggregation import BatchSize, aggregate, over_tokens
+from qarl.learner.loss.aggregation import BatchSize, aggregate, mean_over_tokens
 from qarl.learner.loss.corrections import correction
 from qarl.learner.loss.kl import kl_estimate
 from qarl.learner.loss.metrics import LossMetrics
@@ -73,13 +73,13 @@ def policy_loss(terms: LossInput, config: LearnerConfig, totals: BatchSize) -> L
     totals: size of the mini-batch that the micro-batch is cut from.
     """
     response_mask = terms.response_mask
-    weights = correction(terms.old, terms.sampler, response_mask, config.correction)
+    corrected = correction(terms.old, terms.sampler, response_mask, config.correction)
     proximal = terms.sampler if _is_bypassed(config) else terms.old
     assert proximal is not None, "the old log-probs are this ratio's denominator (needs_old)"
     inputs = ObjectiveInput(
         current=terms.current,
         proximal=proximal,
-        weight=weights.weight,
+        weight=corrected.weight,
         response_mask=response_mask,
         advantages=terms.advantages,
     )
@@ -93,12 +93,12 @@ def policy_loss(terms: LossInput, config: LearnerConfig, totals: BatchSize) -> L
         loss = loss + config.kl.coefficient * penalty
     log_ratio = (terms.current - proximal).detach()
     reasons = clip_reasons(
-        log_ratio, result.clipped, weights.truncated, terms.advantages, response_mask
+        log_ratio, result.clipped, corrected.truncated, terms.advantages, response_mask
     )
     tokens = LossTokens(log_ratio, reasons)
     numbers = loss_metrics(inputs, result, tokens, terms.old, config, totals)
     numbers["loss"] = loss.detach()
-    numbers["corrected"] = _share(weights.truncated, response_mask, totals)
+    numbers["corrected"] = _share(corrected.truncated, response_mask, totals)
     if kl is not None:
         numbers["kl"] = _share(kl.detach(), response_mask, totals)
     return LossShare(loss, numbers, tokens)
@@ -163,4 +163,4 @@ def _share(values: torch.Tensor, response_mask: torch.Tensor, totals: BatchSize)
     values: bool or fp32, of tokens [B, T-1] or of sequences [B, 1].
     """
     values = values.float() if values.dtype == torch.bool else values
-    return over_tokens(values, response_mask).sum().double() / totals.sequences
+    return mean_over_tokens(values, response_mask).sum().double() / totals.sequences

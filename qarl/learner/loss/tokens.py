@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qarl.learner.clip_reasons import CLIP_REASONS
-from qarl.learner.loss.aggregation import is_shared
+from qarl.learner.loss.aggregation import is_per_sequence
 from qarl.learner.objectives.ratios import sequence_mean
 
 
@@ -43,7 +43,7 @@ def clip_reasons(
         advantages: fp32 [B, T-1].
         response_mask: bool [B, T-1].
     """
-    sequence = is_shared(clipped, response_mask)
+    sequence = is_per_sequence(clipped, response_mask)
     signed = sequence_mean(log_ratio, response_mask)[:, None] if sequence else log_ratio
     # The order of CLIP_REASONS: none, the eight clips (by kind, sign and side), corrected.
     clip = 1 + 4 * int(sequence) + 2 * (advantages < 0).int() + (signed < 0).int()

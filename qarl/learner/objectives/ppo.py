@@ -17,7 +17,7 @@ from qarl.configs.schema.objectives import (
 )
 from qarl.learner.objectives.base import ObjectiveInput, ObjectiveResult
 from qarl.learner.objectives.ratios import (
-    clipped,
+    clipped_surrogate,
     sequence_advantages,
     sequence_ratio,
     token_ratio,
@@ -31,7 +31,7 @@ def grpo(inputs: ObjectiveInput, config: GrpoConfig) -> ObjectiveResult:
     (clip-higher, eq. 10), so that unlikely tokens can still rise, and the mean over all tokens (eq.
     8). Its dynamic sampling is `rollout.dynamic_sampling`.
     """
-    return clipped(inputs, token_ratio(inputs), inputs.advantages, config)
+    return clipped_surrogate(inputs, token_ratio(inputs), inputs.advantages, config)
 
 
 def dual_clip(inputs: ObjectiveInput, config: DualClipConfig) -> ObjectiveResult:
@@ -40,7 +40,9 @@ def dual_clip(inputs: ObjectiveInput, config: DualClipConfig) -> ObjectiveResult
     If A < 0 the surrogate is the larger of GRPO's and c · A, so a negative sample's ratio is
     bounded above as well. Source: Ye et al. (arXiv 1912.09729; c = 3).
     """
-    return clipped(inputs, token_ratio(inputs), inputs.advantages, config, config.dual_clip)
+    return clipped_surrogate(
+        inputs, token_ratio(inputs), inputs.advantages, config, config.dual_clip
+    )
 
 
 def gspo(inputs: ObjectiveInput, config: GspoConfig) -> ObjectiveResult:
@@ -48,7 +50,7 @@ def gspo(inputs: ObjectiveInput, config: GspoConfig) -> ObjectiveResult:
 
     Source: GSPO (arXiv 2507.18071, eq. 5 and 7; bounds of section 5.1).
     """
-    return clipped(inputs, sequence_ratio(inputs), sequence_advantages(inputs), config)
+    return clipped_surrogate(inputs, sequence_ratio(inputs), sequence_advantages(inputs), config)
 
 
 def gspo_dual_clip(inputs: ObjectiveInput, config: GspoDualClipConfig) -> ObjectiveResult:
@@ -57,7 +59,7 @@ def gspo_dual_clip(inputs: ObjectiveInput, config: GspoDualClipConfig) -> Object
     If A < 0 it is clip(s, 1 - ε_l, c) A. With ε_l = δ_l, ε_h equal and c = 1 + δ_h that is TBPO's
     band; with the usual c = 3 it is not.
     """
-    return clipped(
+    return clipped_surrogate(
         inputs,
         sequence_ratio(inputs),
         sequence_advantages(inputs),

@@ -83,7 +83,7 @@ def sequence_advantages(inputs: ObjectiveInput) -> torch.Tensor:
     return shared
 
 
-def clipped(
+def clipped_surrogate(
     inputs: ObjectiveInput,
     ratio: torch.Tensor,
     advantages: torch.Tensor,
