@@ -7,7 +7,7 @@ Axes: B sequences, T tokens.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -250,7 +250,6 @@ class Learner:
 
         is_last: whether it is the mini-batch's last one.
         """
-        old = learning.old
         shadow = mini.shadow
         rows = learning.batch.rows(micro.index).to(self.model.device)
         with self.stopwatch("forward"):
@@ -258,30 +257,30 @@ class Learner:
                 self.model, rows, micro.chunks, entropy=mini.supplies_old
             )
         current = own if shadow is None else shadowed(own, shadow.rows_like(micro.index, own))
-        denominator = None
+        old = None
         if mini.supplies_old:
-            denominator = current.detach()
+            old = current.detach()
         elif mini.old_known:
-            denominator = old.rows_like(micro.index, current)
-        share, loss, balance = self._loss(learning, micro, rows, current, denominator, mini.size)
+            old = learning.old.rows_like(micro.index, current)
+        share = self._loss(learning, micro, rows, current, old, mini.size)
         if is_last and self.config.gradient_checkpointing is not True:
             # No forward needs this version's products again: the step makes the next version.
             self.model.release_products()
         with self.stopwatch("backward"):
             # A dummy micro-batch runs its backward for the collectives, and adds nothing.
             scale = 0.0 if micro.is_dummy else self.loss_scale.scale
-            self.optimizer.backward(loss * scale, is_last)
+            self.optimizer.backward(share.loss * scale, is_last)
         if mini.supplies_old and not micro.is_dummy:
-            old.write(micro.index, own.detach(), entropies)
+            learning.old.write(micro.index, own.detach(), entropies)
         observed = MicroBatch(
-            mini.number,
-            micro.index,
+            update=mini.number,
+            index=micro.index,
             rows=rows,
             current=own,
             entropies=entropies,
             tokens=share.tokens,
         )
-        return observed, {**share.numbers, "loss": loss.detach(), **balance}
+        return observed, share.numbers
 
     def _loss(
         self,
@@ -291,12 +290,10 @@ class Learner:
         current: torch.Tensor,
         old: torch.Tensor | None,
         size: BatchSize,
-    ) -> tuple[LossShare, torch.Tensor, dict[str, torch.Tensor]]:
-        """Compute a micro-batch's share of the loss.
+    ) -> LossShare:
+        """Return a micro-batch's share of the loss, with the routers' auxiliary loss if it is on.
 
-        Returns:
-            The share, with its metrics; the loss to differentiate, which includes the routers'
-                auxiliary loss if that is on; and the metric of the auxiliary loss, by name.
+        old: log-probs by the learner before the batch, fp32 [n, t]; None if they are unknown.
         """
         reference = None
         if learning.reference is not None:
@@ -312,11 +309,12 @@ class Learner:
         with self.stopwatch("forward"):
             share = policy_loss(terms, learning.config, size)
             if not self.model.router_log.enabled:
-                return share, share.loss, {}
+                return share
             auxiliary = load_balance_loss(self.model, rows.real(), self.scorer.packed_rows(rows))
             balance = auxiliary * (len(micro.index) / size.sequences)
             loss = share.loss + self._balance * balance
-            return share, loss, {"load_balance": balance.detach()}
+            metrics = {"loss": loss.detach(), "load_balance": balance.detach()}
+            return replace(share, loss=loss, numbers=share.numbers | metrics)
 
     def _apply(
         self, learning: Learning, observers: list[Observer], number: int
