@@ -61,7 +61,7 @@ def token_logprobs(
     # A single chunk is stored between forward and backward, rather than computed twice.
     recomputed = torch.is_grad_enabled() and len(parts) > 1
     if recomputed and hidden.requires_grad:
-        model.gradients.add_up(until=hidden)
+        model.gradients.defer_reductions(until=hidden)
     compute: Any = _chunk
     if recomputed:
         compute = partial(checkpoint, _chunk, use_reentrant=False, preserve_rng_state=False)

@@ -579,8 +579,8 @@ class Count:
         # gradient in the compute dtype, and a part of the weight's in fp32.
         part = _FP32 * min(self.shapes.head, LARGEST_PRODUCT)
         largest = max(logits * 2 * (itemsize + _FP32), logits * itemsize + part)
-        # Chunks add up the head's whole gradient before it is reduced (`Gradients.add_up`); what
-        # `buffers` counts is not counted again.
+        # Chunks add up the head's whole gradient before it is reduced
+        # (`Gradients.defer_reductions`); what `buffers` counts is not counted again.
         reduced = max(0, _FP32 * self.shapes.head - self.buffers()) if self.gathers else 0
         # The gradient of the head's whole input, [N, C]. The rest, of a chunk's input, was taken
         # from the trace; not derived.

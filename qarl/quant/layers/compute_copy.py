@@ -135,7 +135,7 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
-        gradient = ctx.gradients.unscaled(grad_outputs[0].to(torch.float32, copy=True))
+        gradient = ctx.gradients.unscale(grad_outputs[0].to(torch.float32, copy=True))
         return ctx.gradients.start_reduction(ctx.master, gradient), None, None
 
 
@@ -159,13 +159,13 @@ class _Lookup(torch.autograd.Function):
         (tokens,) = ctx.saved_tensors
         dy = grad_outputs[0].to(torch.float32)
         gradients = ctx.copy.context.gradients
-        total = gradients.into(ctx.master)
+        total = gradients.accumulator(ctx.master)
         if total is not None:
             learned = tokens != ctx.padding
-            add_rows(total, tokens[learned], gradients.unscaled(dy[learned]))
+            add_rows(total, tokens[learned], gradients.unscale(dy[learned]))
             return None, None, None, None
         rows = ctx.copy.read.shape[0]
         gradients.wait_for_memory(ctx.master)
         gradient = torch.ops.aten.embedding_dense_backward(dy, tokens, rows, ctx.padding, False)
-        dmaster = gradients.start_reduction(ctx.master, gradients.unscaled(gradient))
+        dmaster = gradients.start_reduction(ctx.master, gradients.unscale(gradient))
         return None, dmaster, None, None

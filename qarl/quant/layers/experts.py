@@ -316,7 +316,7 @@ def _one_by_one(
         dx.index_add_(0, rows, drows)
         for dbias, (dout, _) in zip(dbiases, products, strict=False):
             if dbias is not None:
-                dbias[expert] = gradients.unscaled(dout.sum(0))
+                dbias[expert] = gradients.unscale(dout.sum(0))
         # (doutᵀ · used)ᵀ = usedᵀ · dout
         factors = [pair[::-1] if transposed else pair for pair in products]
         for dmaster, (left, right) in zip(dmasters, factors, strict=True):
@@ -328,7 +328,7 @@ def _one_by_one(
             if adapter is not None:
                 factor_gradients = adapter.gradients(left, right, expert)
                 for total, gradient in zip(dfactor, factor_gradients, strict=True):
-                    total[expert] = gradients.unscaled(gradient)
+                    total[expert] = gradients.unscale(gradient)
     return dx, dweights
 
 
@@ -411,7 +411,8 @@ def _master_gradients(
     """
     gradients = experts.context.gradients
     in_place = [
-        gradients.into(m) if need else None for m, need in zip(experts.masters, needed, strict=True)
+        gradients.accumulator(m) if need else None
+        for m, need in zip(experts.masters, needed, strict=True)
     ]
     gradients.wait_for_memory(*experts.masters)
     returned = [

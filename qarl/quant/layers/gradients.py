@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,6 +10,17 @@ from qarl.quant.limits import GRADIENTS_IN_FLIGHT
 from qarl.quant.runtime.compile import compiled
 from qarl.quant.runtime.cpu_blocks import row_blocks
 from qarl.quant.runtime.shards import own_rows, shard_of, shared_like
+
+
+class _Reduction(NamedTuple):
+    """A sum over the processes that is in flight."""
+
+    master: torch.Tensor
+    """Sharded master."""
+    whole: torch.Tensor
+    """This process's gradient of the whole master, a buffer of the sum."""
+    wait: Callable[[], torch.Tensor]
+    """Waits for the sum and returns this process's rows of it."""
 
 
 class Gradients:
@@ -38,15 +49,12 @@ class Gradients:
         """If True, passes over rows go through torch.compile, which fuses several of torch's
         operators into one pass.
         """
-        self._in_flight: deque[tuple[torch.Tensor, torch.Tensor, Callable[[], torch.Tensor]]] = (
-            deque()
-        )
-        """Sums over processes that have begun: (master, its whole gradient, wait for the sum)."""
+        self._in_flight: deque[_Reduction] = deque()
         self._largest = 0
         """Number of elements of one layer's largest gradients so far."""
-        self._sums: dict[torch.Tensor, torch.Tensor] | None = None
-        """Master → gradient summed in this process, from `add_up` until the sums are delivered;
-        else None.
+        self._deferred: dict[torch.Tensor, torch.Tensor] | None = None
+        """Master → gradient summed in this process, from `defer_reductions` until its hook; else
+        None.
         """
 
     def configure(
@@ -67,18 +75,18 @@ class Gradients:
         """Set the factor by which later losses are multiplied."""
         self.scale = scale
 
-    def into(self, master: torch.Tensor) -> torch.Tensor | None:
-        """Return the fp32 gradient of a master to add to, initially zeros.
+    def accumulator(self, master: torch.Tensor) -> torch.Tensor | None:
+        """Return the fp32 tensor in which a master's gradient accumulates, initially zeros.
 
         Return None if autograd must deliver the gradient: unless `in_place`, and for a master with
-        hooks, which would otherwise not see it. After `add_up`, return the whole tensor's gradient
-        for a sharded master.
+        hooks, which would otherwise not see it. After `defer_reductions`, return the whole tensor's
+        gradient for a sharded master.
         """
-        if self._sums is not None and shard_of(master) is not None:
-            if master not in self._sums:
+        if self._deferred is not None and shard_of(master) is not None:
+            if master not in self._deferred:
                 self.wait_for_memory(master)
-                self._sums[master] = torch.zeros(master.shape, device=master.device)
-            return self._sums[master]
+                self._deferred[master] = torch.zeros(master.shape, device=master.device)
+            return self._deferred[master]
         if not self.in_place or master._backward_hooks or master._post_accumulate_grad_hooks:
             return None
         if master.grad is None:
@@ -96,8 +104,9 @@ class Gradients:
         shard = shard_of(master)
         if shard is None:
             return gradient
-        torch.autograd.Variable._execution_engine.queue_callback(self._arrive)
-        self._in_flight.append((master, gradient, shard.reduce(gradient, self.reduce_dtype)))
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish_reductions)
+        wait = shard.reduce(gradient, self.reduce_dtype)
+        self._in_flight.append(_Reduction(master, gradient, wait))
         return None
 
     def wait_for_memory(self, *masters: torch.Tensor) -> None:
@@ -107,32 +116,32 @@ class Gradients:
         """
         needed = sum(master.numel() for master in masters)
         self._largest = max(self._largest, needed)
-        self._arrive(self._largest + GRADIENTS_IN_FLIGHT - needed)
+        self._finish_reductions(self._largest + GRADIENTS_IN_FLIGHT - needed)
 
-    def _arrive(self, left: int = 0) -> None:
+    def _finish_reductions(self, left: int = 0) -> None:
         """Wait for sums, oldest first, until at most `left` elements are in flight."""
-        while sum(whole.numel() for _, whole, _ in self._in_flight) > left:
-            master, _, total = self._in_flight.popleft()
-            part = total()
-            if master.grad is None:
-                master.grad = shared_like(part.clone(), master)
+        while sum(reduction.whole.numel() for reduction in self._in_flight) > left:
+            oldest = self._in_flight.popleft()
+            rows = oldest.wait()
+            if oldest.master.grad is None:
+                oldest.master.grad = shared_like(rows.clone(), oldest.master)
             else:
-                own_rows(master.grad).add_(part)
+                own_rows(oldest.master.grad).add_(rows)
 
-    def add_up(self, until: torch.Tensor) -> None:
-        """Accumulate gradients of sharded masters in this process for the rest of the backward.
+    def defer_reductions(self, until: torch.Tensor) -> None:
+        """Accumulate gradients of sharded masters in this process first.
 
-        They are summed over the processes once the gradient of `until`, which is multiplied part by
-        part, has been computed.
+        They are summed over the processes when the backward reaches `until`. So a master that is
+        multiplied in several parts (the output head, chunk by chunk) is reduced once.
         """
-        self._sums = {}
-        until.register_hook(self._deliver_sums)
+        self._deferred = {}
+        until.register_hook(self._start_deferred)
 
-    def _deliver_sums(self, _: torch.Tensor) -> None:
-        """Hand over the gradients accumulated since `add_up`."""
-        sums = self._sums or {}
-        self._sums = None
-        for master, gradient in sums.items():
+    def _start_deferred(self, _: torch.Tensor) -> None:
+        """Start the reductions that were deferred: a hook of the tensor `until`."""
+        deferred = self._deferred or {}
+        self._deferred = None
+        for master, gradient in deferred.items():
             self.start_reduction(master, gradient)
 
     def over_rows(
@@ -148,7 +157,7 @@ class Gradients:
         body = compiled(body) if self.compiled else body
         return [body(*part, *whole) for part in row_blocks(*rows)]
 
-    def unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
+    def unscale(self, gradient: torch.Tensor) -> torch.Tensor:
         """Divide a fp32 gradient by the loss scale, in place, and return it.
 
         Autograd casts it to a master's `grad_dtype`.

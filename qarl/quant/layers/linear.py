@@ -205,7 +205,7 @@ def _part_gradients(
     gradients = part.context.gradients
     dw = db = None
     if need_master:
-        total = gradients.into(part.master)
+        total = gradients.accumulator(part.master)
         if total is not None:
             add_weight_gradient(total, dy, x, gradients)
         else:
@@ -215,11 +215,9 @@ def _part_gradients(
             dw = gradients.start_reduction(part.master, total)
     if need_bias:
         assert part.bias is not None
-        db = gradients.start_reduction(
-            part.bias, gradients.unscaled(dy.sum(0, dtype=torch.float32))
-        )
+        db = gradients.start_reduction(part.bias, gradients.unscale(dy.sum(0, dtype=torch.float32)))
     dfactors: tuple[torch.Tensor, ...] = ()
     (adapter,) = part.adapters
     if adapter is not None:
         dfactors = adapter.gradients(dy.to(torch.float32), input_values(x, torch.float32))
-    return [dw, db, *(gradients.unscaled(dfactor) for dfactor in dfactors)]
+    return [dw, db, *(gradients.unscale(dfactor) for dfactor in dfactors)]
