@@ -18,7 +18,7 @@ from qarl.configs.schemes import SCHEME_SPECS
 from qarl.quant.kernels import cpu_attention as attention
 from qarl.quant.kernels.base import Scoring
 from qarl.quant.kernels.row_independence import (
-    ROWS_ASKED,
+    ROWS_TESTED,
     cancelling_inputs,
     find_dependence,
     on_threads,
@@ -308,7 +308,7 @@ def test_a_convolutions_weight_that_vllm_packs_has_no_product():
 def test_a_product_that_computes_rows_alike_passes():
     weight = normal(16, 1536, seed=0)
     x = cancelling_inputs(weight, torch.bfloat16)
-    assert len(x) == ROWS_ASKED
+    assert len(x) == ROWS_TESTED
     assert find_dependence(lambda rows: summed_row_by_row(rows, weight), x) is None
 
 

@@ -18,7 +18,7 @@ import torch
 RowProduct = Callable[[torch.Tensor], torch.Tensor]
 """Product of inputs [N, I] with a weight → [N, O]."""
 
-ROWS_ASKED = 64
+ROWS_TESTED = 64
 """Number of rows that are computed together, as the expected values."""
 _FEWER = (1, 2, 3, 7, 33)
 """Numbers of rows that are computed separately: a single sequence, a few, an odd block."""
@@ -47,7 +47,7 @@ class Dependence:
 
 
 def cancelling_inputs(
-    weight: torch.Tensor, dtype: torch.dtype, rows: int = ROWS_ASKED, seed: int = 0
+    weight: torch.Tensor, dtype: torch.dtype, rows: int = ROWS_TESTED, seed: int = 0
 ) -> torch.Tensor:
     """Return inputs whose products with some rows of a weight nearly cancel, [rows, I] in `dtype`.
 
@@ -76,7 +76,7 @@ def find_dependence(
 
     Args:
         product: the product to test.
-        x: inputs, compute dtype [N, I], at least `ROWS_ASKED` rows.
+        x: inputs, compute dtype [N, I], at least `ROWS_TESTED` rows.
         rows: output rows of the weight that are compared.
     """
     together = product(x)[:, rows].clone()

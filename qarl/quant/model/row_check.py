@@ -1,4 +1,4 @@
-"""Self-test before a run: does each kernel compute a row from that row alone?
+"""Self-test before a run: is each kernel batch-invariant, so that a row depends on itself alone?
 
 Every distinct product (kernel, scheme, columns, output rows), every shape of experts and every
 shape of attention in the model is tested once, at its own shape, through the layers that the
@@ -19,7 +19,7 @@ from qarl.quant.kernels import make_factory
 from qarl.quant.kernels.base import Scoring
 from qarl.quant.kernels.cpu_attention import cpu_attention
 from qarl.quant.kernels.row_independence import (
-    ROWS_ASKED,
+    ROWS_TESTED,
     Dependence,
     cancelling_inputs,
     find_dependence,
@@ -82,6 +82,20 @@ class RowCheck:
         )
 
 
+@dataclass(frozen=True)
+class _KernelTest:
+    """Test of one kernel at one shape."""
+
+    layer: str
+    """Checkpoint name of the layer that it multiplies."""
+    kernel: str
+    """The kernel's name."""
+    shape: str
+    """The shape, in words."""
+    run: Callable[[], Dependence | None]
+    """Returns the largest difference; None if there is none."""
+
+
 @torch.no_grad()
 def check_rows(layers: Layers, context: LayerContext, graph: Any = None) -> RowCheck:
     """Test each distinct kernel of a model.
@@ -94,17 +108,19 @@ def check_rows(layers: Layers, context: LayerContext, graph: Any = None) -> RowC
         context: settings and state that they share.
         graph: the engine's model over the layers; None with transformers' operators.
     """
-    kernels = [
-        *_products(layers, context),
-        *_experts(layers, context),
-        *_attention(graph, context),
+    tests = [
+        *_product_tests(layers, context),
+        *_experts_tests(layers, context),
+        *_attention_tests(graph, context),
     ]
-    distinct = {(kernel, shape): (layer, ask) for layer, kernel, shape, ask in reversed(kernels)}
+    distinct: dict[tuple[str, str], _KernelTest] = {}
+    for test in tests:
+        distinct.setdefault((test.kernel, test.shape), test)
     dependent = []
-    for (kernel, shape), (layer, ask) in reversed(distinct.items()):
-        difference = ask()
+    for test in distinct.values():
+        difference = test.run()
         if difference is not None:
-            dependent.append(DependentKernel(layer, kernel, shape, difference))
+            dependent.append(DependentKernel(test.layer, test.kernel, test.shape, difference))
     return RowCheck(len(distinct), torch.get_num_threads(), tuple(dependent))
 
 
@@ -114,16 +130,12 @@ def check_machine_rows() -> RowCheck:
     Shapes are those of a model of a few billion parameters, with 2,048 columns. Tests every scheme
     that vLLM runs here in bfloat16, and unquantized products in every dtype. Imports vLLM.
     """
-    kernels = [
-        *(
-            ("a layer", scheme, torch.bfloat16)
-            for scheme in SCHEMES
-            if kept_support(scheme, torch.bfloat16).kernel
-        ),
-        *(("a layer", "bf16", dtype) for dtype in (torch.float16, torch.float32)),
-    ]
+    supported = [name for name in SCHEMES if kept_support(name, torch.bfloat16).kernel]
+    kernels = [(name, torch.bfloat16) for name in supported]
+    kernels += [("bf16", dtype) for dtype in (torch.float16, torch.float32)]
+    layer = "a layer"
     dependent = []
-    for layer, scheme, dtype in kernels:
+    for scheme, dtype in kernels:
         master = torch.randn(256, 2048, generator=torch.Generator().manual_seed(0))
         weight = materialize(master, get_scheme(scheme), dtype)
         product = make_factory("vllm", dtype).linear(layer, [weight], [None])
@@ -132,7 +144,7 @@ def check_machine_rows() -> RowCheck:
         if difference is not None:
             shape = f"{scheme} in {str(dtype).removeprefix('torch.')}, 2,048 columns to 256"
             dependent.append(DependentKernel(layer, product.name, shape, difference))
-    difference = _ask_attention((16, 8, 128), None, LayerContext(torch.bfloat16, "vllm"))()
+    difference = _attention_test((16, 8, 128), None, LayerContext(torch.bfloat16, "vllm"))()
     if difference is not None:
         dependent.append(
             DependentKernel("attention", "attention", "16 heads of 128, 8 of keys", difference)
@@ -140,11 +152,7 @@ def check_machine_rows() -> RowCheck:
     return RowCheck(len(kernels) + 1, torch.get_num_threads(), tuple(dependent))
 
 
-_Kernel = tuple[str, str, str, Callable[[], Dependence | None]]
-"""Name of the layer, name of the kernel, its shape in words, and the function that tests it."""
-
-
-def _products(layers: Layers, context: LayerContext) -> Iterator[_Kernel]:
+def _product_tests(layers: Layers, context: LayerContext) -> Iterator[_KernelTest]:
     """Yield the tests of linear layers and stacks."""
     stacked = {part.layer for stack in layers.stacks.values() for part in stack.parts}
     alone = [layer for layer in layers.linears.values() if layer.layer not in stacked]
@@ -156,20 +164,20 @@ def _products(layers: Layers, context: LayerContext) -> Iterator[_Kernel]:
         rows = sum(part.out_features for part in parts)
         columns = parts[0].master.shape[-1]
         shape = f"{parts[0].scheme.name}, {columns:,} columns to {rows:,}"
-        yield (
-            parts[0].layer,
-            multiplying.product.name,
-            shape,
-            _ask_product(parts[0], multiplying, context),
+        yield _KernelTest(
+            layer=parts[0].layer,
+            kernel=multiplying.product.name,
+            shape=shape,
+            run=_product_test(parts[0], multiplying, context),
         )
 
 
-def _ask_product(
+def _product_test(
     part: LowBitLinear, multiplying: Any, context: LayerContext
 ) -> Callable[[], Dependence | None]:
     """Return the test of one product."""
 
-    def ask() -> Dependence | None:
+    def run() -> Dependence | None:
         codes = part.codes()
         # 16 rows are tested; a scheme of blocks dequantizes whole blocks of rows
         height = codes.scheme.block[0] if codes.scheme.block else 16
@@ -183,10 +191,10 @@ def _ask_product(
         x = torch.cat(inputs, dim=1).to(few_rows.device)
         return find_dependence(multiplying.product, x, slice(len(few_rows)))
 
-    return ask
+    return run
 
 
-def _experts(layers: Layers, context: LayerContext) -> Iterator[_Kernel]:
+def _experts_tests(layers: Layers, context: LayerContext) -> Iterator[_KernelTest]:
     """Yield the tests of routed experts."""
     for layer in layers.experts.values():
         sizes = layer.shape
@@ -194,25 +202,30 @@ def _experts(layers: Layers, context: LayerContext) -> Iterator[_Kernel]:
             f"{layer.scheme.name}, {sizes.experts} experts of {sizes.hidden:,} and"
             f" {sizes.intermediate:,} columns"
         )
-        yield layer.layer, layer.product.name, shape, _ask_experts(layer, context)
+        yield _KernelTest(
+            layer=layer.layer,
+            kernel=layer.product.name,
+            shape=shape,
+            run=_experts_test(layer, context),
+        )
 
 
-def _ask_experts(
+def _experts_test(
     layer: RoutedLowBitExperts, context: LayerContext
 ) -> Callable[[], Dependence | None]:
     """Return the test of one layer's experts."""
 
-    def ask() -> Dependence | None:
+    def run() -> Dependence | None:
         generator = torch.Generator().manual_seed(0)
         device = layer.masters[0].device
         shape = layer.shape
-        drawn = torch.randn(ROWS_ASKED, shape.hidden, generator=generator, dtype=torch.float32)
+        drawn = torch.randn(ROWS_TESTED, shape.hidden, generator=generator, dtype=torch.float32)
         x = drawn.to(device, context.forward_dtype)
-        scores = torch.rand(ROWS_ASKED, shape.experts, generator=generator).to(device)
+        scores = torch.rand(ROWS_TESTED, shape.experts, generator=generator).to(device)
         weights, index = scores.topk(shape.top_k, dim=-1)
         # `find_dependence` passes row numbers as rows, so that each brings its own routing
         # along and any subset of them can be computed by itself.
-        numbers = torch.arange(ROWS_ASKED, device=device)
+        numbers = torch.arange(ROWS_TESTED, device=device)
 
         def multiply(rows: torch.Tensor) -> torch.Tensor:
             chosen = rows[:, 0].long()
@@ -220,10 +233,10 @@ def _ask_experts(
 
         return find_dependence(multiply, numbers[:, None].float(), slice(None))
 
-    return ask
+    return run
 
 
-def _attention(graph: Any, context: LayerContext) -> Iterator[_Kernel]:
+def _attention_tests(graph: Any, context: LayerContext) -> Iterator[_KernelTest]:
     """Yield the tests of attention, on CPUs only.
 
     On GPUs the attention kernels are compared with the engine's by other means.
@@ -237,10 +250,15 @@ def _attention(graph: Any, context: LayerContext) -> Iterator[_Kernel]:
             heads = (module.num_heads, module.num_kv_heads, module.head_size)
             window = module.sliding_window or None
             shape = f"{heads[0]} heads of {heads[2]}, {heads[1]} of keys, window {window or 'none'}"
-            yield name, "attention", shape, _ask_attention(heads, window, context)
+            yield _KernelTest(
+                layer=name,
+                kernel="attention",
+                shape=shape,
+                run=_attention_test(heads, window, context),
+            )
 
 
-def _ask_attention(
+def _attention_test(
     heads: tuple[int, int, int], window: int | None, context: LayerContext
 ) -> Callable[[], Dependence | None]:
     """Return the test of attention with this many heads, heads of keys, and columns a head."""
@@ -251,7 +269,7 @@ def _ask_attention(
         fp8=context.kv_cache == "fp8" and context.multiplies_codes,
     )
 
-    def ask() -> Dependence | None:
+    def run() -> Dependence | None:
         generator = torch.Generator().manual_seed(0)
         # Scores are of about equal size, so that values nearly cancel and the order of summation
         # shows in a 16-bit result.
@@ -260,7 +278,7 @@ def _ask_attention(
             for n in (H, G, G)
         )
         q, k, v = (t.to(context.forward_dtype) for t in drawn)
-        first = _SEEN - ROWS_ASKED
+        first = _SEEN - ROWS_TESTED
 
         def attend(rows: torch.Tensor) -> torch.Tensor:
             start = int(rows[0, 0])
@@ -271,4 +289,4 @@ def _ask_attention(
 
         return find_dependence(attend, torch.arange(first, _SEEN).float()[:, None], slice(None))
 
-    return ask
+    return run

@@ -63,12 +63,14 @@ def _experts_tensors(layers: Layers, layer: str, key: str, written: str) -> Iter
     experts = layers.experts[layer]
     layout = experts.shape.layout
     if key.endswith("_bias"):
-        yield LowBitTensor(written, experts.low_bit_biases[key == "down_proj_bias"])
+        gate_up_bias, down_bias = experts.low_bit_biases
+        yield LowBitTensor(written, down_bias if key == "down_proj_bias" else gate_up_bias)
         return
     stacks = experts.codes().stacks
     if layout.stacked and experts.scheme.quantization is None:
         assert stacks is not None, "unquantized experts are materialized stack by stack"
-        codes = stacks[key == "down_proj"].codes
+        gate_up, down = stacks
+        codes = (down if key == "down_proj" else gate_up).codes
         stack = codes.view(experts.shape.experts, -1, codes.shape[-1])
         yield LowBitTensor(written, _transposed(stack) if layout.transposed else stack)
     elif key == "gate_up_proj":
