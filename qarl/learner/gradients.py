@@ -14,7 +14,7 @@ def configure_backward(model: LowBitModel, config: LearnerConfig) -> None:
 
     Raises `ConfigError` for options that this model or machine does not support.
     """
-    model.checkpoint_layers(config.gradient_checkpointing is True)
+    model.set_gradient_checkpointing(config.gradient_checkpointing is True)
     exact = not rounds_weights(model, config.input_gradients)
     model.gradients.configure(fp32_input_grad=exact, compiled=compiles(model, config.compile))
 

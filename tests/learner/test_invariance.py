@@ -218,7 +218,7 @@ def test_checkpointed_layers_give_the_same_bits(scheme: str, operators: str):
     model = policy(scheme, operators)
     batch = batch_of()
     kept, expected = logprob_gradients(model, batch)
-    model.checkpoint_layers(True)
+    model.set_gradient_checkpointing(True)
     calls = mock.Mock(return_value=None)
     name = "model.layers.0.self_attn"
     first = (
@@ -231,7 +231,7 @@ def test_checkpointed_layers_give_the_same_bits(scheme: str, operators: str):
     assert calls.call_count == 2, (
         "the first layer's attention is computed in the forward and once more in the backward"
     )
-    model.checkpoint_layers(False)
+    model.set_gradient_checkpointing(False)
     back, _ = logprob_gradients(model, batch)
     assert calls.call_count == 3
     assert torch.equal(again, kept)
@@ -248,7 +248,7 @@ def test_checkpointed_experts_count_their_routers_once():
     model.router_log.enabled = True
     batch = random_batch([7, 12, 3], model.config.vocab_size)
     kept, expected = logprob_gradients(model, batch, packed=batch.packed())
-    model.checkpoint_layers(True)
+    model.set_gradient_checkpointing(True)
     again, found = logprob_gradients(model, batch, packed=batch.packed())
     assert len(model.router_log.logits) == len(model.experts)
     assert torch.equal(again, kept)

@@ -93,7 +93,7 @@ def kept(config: dict[str, Any], scheme: str, checkpointing: bool) -> int:
     torch.manual_seed(0)
     masters = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.float32)
     model = low_bit(masters, scheme, kernel="auto", operators="engine")
-    model.checkpoint_layers(checkpointing)
+    model.set_gradient_checkpointing(checkpointing)
     held: dict[int, torch.UntypedStorage] = {}
 
     def hold(tensor: torch.Tensor) -> torch.Tensor:
@@ -229,7 +229,7 @@ def traced(
         share_masters(masters, mesh)
     model = low_bit(masters, scheme, operators="engine")
     model.context.multiply_with(Products())  # pyright: ignore[reportArgumentType]
-    model.checkpoint_layers(checkpointing)
+    model.set_gradient_checkpointing(checkpointing)
     model.gradients.configure(in_place=mesh is None, fp32_input_grad=False, compiled=True)
     for master in model.masters.values():
         master.grad = torch.zeros_like(master)

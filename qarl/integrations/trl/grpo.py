@@ -272,7 +272,7 @@ def adapt(policy: Policy, args: Any, trl: dict[str, Any]) -> None:
         _log.warning(line)
     if args.gradient_checkpointing:
         _log.warning("gradient_checkpointing: by the policy, not by transformers")
-        policy.low_bit.checkpoint_layers(True)
+        policy.low_bit.set_gradient_checkpointing(True)
     if args.bf16:
         _log.warning(
             "bf16: no autocast, the policy computes in %s",

@@ -117,7 +117,7 @@ class LayerContext:
         """Multiply with the running engine's own layers, or with `kernel`'s again (None)."""
         self.engine = engine
 
-    def checkpoint(self, checkpointing: bool) -> None:
+    def set_checkpointing(self, checkpointing: bool) -> None:
         """Set whether decoder layers keep only their input for the backward."""
         self.checkpointing = checkpointing
 

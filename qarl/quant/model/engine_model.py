@@ -84,8 +84,8 @@ def engine_model(
     reasons = (undivided(name, module) for name, module in modules.items())
     return EngineModel(
         architecture=architecture,
-        steering=_correction_biases(modules, sources),
-        unusual={
+        correction_biases=_correction_biases(modules, sources),
+        custom_linears={
             name: module
             for name, module in linears.items()
             if module.params_dtype != dtype or isinstance(module, GateLinear)
@@ -98,13 +98,13 @@ def engine_model(
         },
         divided=divided,
         biased={name for name, module in linears.items() if module.bias is not None},
-        not_by_ranks=next(filter(None, reasons), ""),
+        ranks_refusal=next(filter(None, reasons), ""),
         experts={
             name: _experts_of(name, sources)
             for name, module in modules.items()
             if isinstance(module, MoERunner)
         },
-        read=_single_tensors(modules, {*linears, *heads}, sources),
+        loaded_from=_single_tensors(modules, {*linears, *heads}, sources),
         in_fp32=_in_fp32(modules, sources),
         heads=tuple(heads or embeddings[:1]),
         embedding=embeddings[0] if embeddings else "",
@@ -285,7 +285,9 @@ def build_graph(
     }
     buffers = {checkpoint_name(name): buffer for name, buffer in model.named_buffers()}
     buffers |= {checkpoint_name(name): layers.copies[name].read for name in layers.frozen}
-    weights = {key: copies[source] for key, source in engine.read.items() if source in copies}
+    weights = {
+        key: copies[source] for key, source in engine.loaded_from.items() if source in copies
+    }
     embedding: Any = model.get_input_embeddings()
     name = next(n for n, parameter in model.named_parameters() if parameter is embedding.weight)
     weights.setdefault((engine.embedding, "weight"), layers.copies[name])
@@ -296,7 +298,9 @@ def build_graph(
         stacks=layers.stacks,
         experts={name: layers.experts[layer] for name, layer in engine.experts.items()},
         weights=weights,
-        buffers={key: buffers[source] for key, source in engine.read.items() if source in buffers},
+        buffers={
+            key: buffers[source] for key, source in engine.loaded_from.items() if source in buffers
+        },
         padding=-1 if embedding.padding_idx is None else embedding.padding_idx,
     )
     return Graph(skeleton, masters, context, log)

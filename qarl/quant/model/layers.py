@@ -22,7 +22,7 @@ class EngineModel:
 
     architecture: str
     """The architecture's name in transformers."""
-    unusual: Mapping[str, Any]
+    custom_linears: Mapping[str, Any]
     """vLLM's name → module, for linear layers with a dtype or a forward of their own."""
     stacked: Mapping[str, tuple[str, ...]]
     """vLLM's name of each linear layer → checkpoint names of the layers that are loaded into it."""
@@ -32,21 +32,23 @@ class EngineModel:
     """
     biased: Collection[str]
     """vLLM's names of linear layers with a bias."""
-    not_by_ranks: str
+    ranks_refusal: str
     """Why the learner cannot compute this model as several ranks do, with the layer's name; "" if
     it can.
     """
     experts: Mapping[str, str]
     """vLLM's name of each experts' runner → the checkpoint's name of the experts."""
-    read: Mapping[tuple[str, str], str]
-    """(module, parameter) by vLLM's names → checkpoint name of the tensor, for everything else."""
+    loaded_from: Mapping[tuple[str, str], str]
+    """(module, parameter) by vLLM's names → checkpoint name of the tensor that vLLM loads into it,
+    for everything outside linear layers and experts.
+    """
     in_fp32: Collection[str]
     """Checkpoint names of tensors that vLLM holds in float32, whatever the compute dtype."""
     heads: tuple[str, ...]
     """vLLM's names of the modules that compute logits."""
-    steering: tuple[str, ...]
-    """Checkpoint names of tensors that only decide which experts are chosen, so that they get no
-    gradient.
+    correction_biases: tuple[str, ...]
+    """Checkpoint names of routers' correction biases, which only decide which experts are chosen,
+    so that they get no gradient.
     """
     embedding: str
     """vLLM's name of the input embedding."""

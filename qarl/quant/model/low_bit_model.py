@@ -372,13 +372,13 @@ class LowBitModel(nn.Module):
                 " learner.operators to 'engine'"
             )
 
-    def checkpoint_layers(self, checkpointing: bool) -> None:
+    def set_gradient_checkpointing(self, checkpointing: bool) -> None:
         """Set whether only every decoder layer's input is kept between forward and backward.
 
         Raises `ValueError` if transformers cannot do so for this model.
         """
         if self.operators == "engine":
-            self.context.checkpoint(checkpointing)
+            self.context.set_checkpointing(checkpointing)
             return
         if checkpointing:
             self.module.gradient_checkpointing_enable({"use_reentrant": False})

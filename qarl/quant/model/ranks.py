@@ -38,9 +38,9 @@ def require_ranks(
         dtype: the engine's compute dtype.
     """
     option = f"rollout.tensor_parallel_size {ranks}"
-    if engine.not_by_ranks:
+    if engine.ranks_refusal:
         raise ConfigError(
-            f"{option}: {engine.not_by_ranks}, and the learner does not compute it so; omit it, or"
+            f"{option}: {engine.ranks_refusal}, and the learner does not compute it so; omit it, or"
             " take a dense model of attention and MLPs"
         )
 

@@ -61,7 +61,7 @@ def replace_layers(
     why_not = ""
     if operators == "engine" or (operators == "auto" and context.aligned):
         try:
-            engine = _ask_vllm(model, plan, context)
+            engine = _find_engine_model(model, plan, context)
         except GraphError as error:
             if operators == "engine":
                 raise
@@ -91,7 +91,7 @@ def replace_layers(
         linears=linears,
         stacks={},
         experts=experts,
-        copies=_detach_copies(model, context),
+        copies=_replace_parameters(model, context),
         routers=routers,
         operators="transformers",
         family=family,
@@ -99,7 +99,9 @@ def replace_layers(
     )
 
 
-def _ask_vllm(model: PreTrainedModel, plan: LayerPlan, context: LayerContext) -> EngineModel:
+def _find_engine_model(
+    model: PreTrainedModel, plan: LayerPlan, context: LayerContext
+) -> EngineModel:
     """Return vLLM's modules for this model.
 
     Raises `GraphError` if it has no such model, or multiplies other layers than the checkpoint has.
@@ -158,13 +160,15 @@ def _engine_layers(
     multiplied = {layer for layers in engine.stacked.values() for layer in layers}
     head = _output_head(model, family)
     linear_names = {name for name, module in modules.items() if isinstance(module, nn.Linear)}
-    for name in engine.steering:
+    for name in engine.correction_biases:
         if name in parameters:
             parameters[name].requires_grad_(False)
     chosen = {name: m for name, m in modules.items() if name in multiplied or name == head}
     linears = _make_linears(chosen, parameters, plan, context)
     stacks = {
-        name: LinearStack(name, [linears[layer] for layer in layers], engine.unusual.get(name))
+        name: LinearStack(
+            name, [linears[layer] for layer in layers], engine.custom_linears.get(name)
+        )
         for name, layers in engine.stacked.items()
     }
     for name, divided in engine.divided.items():
@@ -312,8 +316,11 @@ def _make_experts(
     return layers
 
 
-def _detach_copies(model: nn.Module, context: LayerContext) -> dict[str, MasterCopy]:
-    """Make parameters outside linear layers and experts read copies; return name → copy."""
+def _replace_parameters(model: nn.Module, context: LayerContext) -> dict[str, MasterCopy]:
+    """Make the modules read copies of the parameters outside linear layers and experts.
+
+    Returns the copies by parameter name.
+    """
     copies: dict[str, MasterCopy] = {}
     for prefix, module in list(model.named_modules()):
         if isinstance(module, LowBitLinear | RoutedLowBitExperts):
