@@ -58,7 +58,7 @@ class Rollouts:
         replays = config.from_rollouts is not None
         self._max_staleness = 0 if replays else config.rollout.max_staleness
         self._threads = ThreadPoolExecutor(max(1, self._max_staleness), "sampling-ahead")
-        self._sampled = deque(map(_batch, position.ahead))
+        self._sampled = deque(map(_from_plain, position.ahead))
         self._requested: deque[tuple[int, Future[Sampled]]] = deque()
         """Steps after those of `_sampled`, in order, with their pending requests."""
         self._next_step = position.step + len(self._sampled)
@@ -94,11 +94,11 @@ class Rollouts:
         if self._max_staleness == 1:
             self._collect_pending()
 
-    def position(self) -> dict[str, Any]:
-        """Return the run's position as plain data, for a checkpoint.
+    def position_for_checkpoint(self) -> dict[str, Any]:
+        """Wait for all batches that were begun, and return the run's position as plain data.
 
-        It waits for all batches that were begun and includes them, because weights that are
-        replaced since cannot sample them again.
+        The position includes these batches, because weights that are replaced since cannot sample
+        them again.
         """
         self._collect_pending()
         return vars(self._position)
@@ -107,48 +107,20 @@ class Rollouts:
         while self._requested:
             batch = self._next_pending()
             self._sampled.append(batch)
-            self._position.ahead = [*self._position.ahead, _plain(batch)]
+            self._position.ahead = [*self._position.ahead, _to_plain(batch)]
 
     def _begin(self) -> None:
         last = min(self._position.step + self._max_staleness, self.config.steps - 1)
         while self._next_step <= last:
             request = make_request(self.session, self.config, self._next_step)
             # The thread only waits for servers: collective calls belong to the main thread.
-            answer = self._threads.submit(request.answered, self.session)
-            self._requested.append((self._next_step, answer))
+            response = self._threads.submit(request.send, self.session)
+            self._requested.append((self._next_step, response))
             self._next_step += 1
 
     def _next_pending(self) -> SampledStep:
-        step, answer = self._requested.popleft()
-        return sample_step(self.session, self.config, step, self.watch, answer.result)
-
-
-def _plain(batch: SampledStep) -> dict[str, Any]:
-    """Return a batch as plain data; groups to learn from become indices of the sampled ones."""
-    sampled = batch.all_groups
-    index = {id(group): number for number, group in enumerate(sampled)}
-    return {
-        "sampled": [
-            {**asdict(group), "rewards": [float(reward) for reward in group.rewards]}
-            for group in sampled
-        ],
-        "terms": [
-            [getattr(reward, "terms", None) for reward in group.rewards] for group in sampled
-        ],
-        "to_learn_from": [index[id(group)] for group in batch.training_groups],
-    }
-
-
-def _batch(plain: dict[str, Any]) -> SampledStep:
-    """Restore a batch from `_plain`'s data."""
-    sampled = TypeAdapter(list[Group]).validate_python(plain["sampled"])
-    for number, terms in enumerate(plain["terms"]):
-        rewards = (
-            WeightedSum(r, t) if t else r
-            for r, t in zip(sampled[number].rewards, terms, strict=True)
-        )
-        sampled[number] = replace(sampled[number], rewards=tuple(rewards))
-    return SampledStep(sampled, [sampled[number] for number in plain["to_learn_from"]])
+        step, response = self._requested.popleft()
+        return sample_step(self.session, self.config, step, self.watch, response.result)
 
 
 @dataclass(frozen=True)
@@ -162,7 +134,7 @@ class SampleRequest:
     speaker: Speaker | None
     """Holds conversations with the engine; None asks for plain answers."""
 
-    def answered(self, session: Session) -> Sampled:
+    def send(self, session: Session) -> Sampled:
         """Send the request to the session's engine, and return prompts and completions."""
         return sample(session.engine, self.speaker, self.problems, self.prompts, self.sampling)
 
@@ -172,43 +144,39 @@ def sample_step(
     config: RunConfig,
     step: int,
     watch: Stopwatch,
-    first: Callable[[], Sampled] | None = None,
+    first_response: Callable[[], Sampled] | None = None,
 ) -> SampledStep:
     """Return all groups sampled in `step`, and those to learn from.
 
     With `rollout.dynamic_sampling` (DAPO, arXiv 2503.14476, section 3.2), groups whose rewards are
     all equal are dropped. Rounds are repeated, within its bound, until `rollout.prompts` groups are
     left; there may be fewer, or none. With `from_rollouts` the groups are those of the recorded
-    step; groups that were dropped have no record.
+    step.
 
-    first: waits for the answer of the step's first round, if it was requested before. Default:
-    request it now. Raises `RewardError` if the reward gave no signal for any completion.
+    first_response: waits for the response of the step's first round, if it was requested before.
+    Default: request it now. Raises `RewardError` if the reward gave no signal for any completion.
     """
-    policy = session.policy
-    extra = config.rollout.dynamic_sampling
-    wanted = config.rollout.prompts
     if config.from_rollouts is not None:
         with watch("sample"):
-            files = step_files(RunFolder(Path(config.from_rollouts)).tokens)
-            recorded = read_groups(files[step + 1])
-        prompter = policy.prompter
-        for group in recorded:
-            tokens = [group.prompt.token_ids, *(c.token_ids for c in group.completions)]
-            what = f"recorded problem {group.prompt.id!r}"
-            prompter.vocabulary.require(tokens, what, prompter.tokenizer)
-        return SampledStep(recorded, _to_learn_from(recorded, extra))
+            return _recorded_step(session, config, Path(config.from_rollouts), step)
+    policy = session.policy
+    extra_rounds = config.rollout.dynamic_sampling or 0
+    wanted = config.rollout.prompts
     sampled: list[Group] = []
-    to_learn_from: list[Group] = []
-    for attempt in range(1 + (extra or 0)):
+    training: list[Group] = []
+    for attempt in range(1 + extra_rounds):
         with watch("sample"):
             request = make_request(session, config, step, attempt)
-            prompts, completions = first() if first and attempt == 0 else request.answered(session)
+            if first_response is not None and attempt == 0:
+                prompts, completions = first_response()
+            else:
+                prompts, completions = request.send(session)
         with watch("score"):  # each process scores its share; all get all groups
             scored = score_groups(policy.task, request.problems, prompts, completions)
             groups = policy.processes.concatenated(scored)
         sampled += groups
-        to_learn_from += _to_learn_from(groups, extra)
-        if len(to_learn_from) >= wanted:
+        training += _training_groups(groups, config)
+        if len(training) >= wanted:
             break
     if not any(group.completions for group in sampled):
         raise RewardError(
@@ -216,16 +184,27 @@ def sample_step(
             f" {sum(group.unscored for group in sampled)} completions of step {step + 1}; give a"
             " number where a completion can be judged"
         )
-    return SampledStep(sampled, to_learn_from[:wanted])
+    return SampledStep(sampled, training[:wanted])
 
 
-def _to_learn_from(groups: list[Group], extra: int | None) -> list[Group]:
-    """Return the groups with several completions; under dynamic sampling, with unequal rewards.
+def _recorded_step(session: Session, config: RunConfig, run: Path, step: int) -> SampledStep:
+    """Return the groups that another run recorded in `step`; those that it dropped have no record.
 
-    extra: `rollout.dynamic_sampling`.
+    Raises `ModelError` for a token that this run's model cannot look up.
     """
+    prompter = session.policy.prompter
+    recorded = read_groups(step_files(RunFolder(run).tokens)[step + 1])
+    for group in recorded:
+        tokens = [group.prompt.token_ids, *(c.token_ids for c in group.completions)]
+        what = f"recorded problem {group.prompt.id!r}"
+        prompter.vocabulary.require(tokens, what, prompter.tokenizer)
+    return SampledStep(recorded, _training_groups(recorded, config))
+
+
+def _training_groups(groups: list[Group], config: RunConfig) -> list[Group]:
+    """Return the groups with several completions; under dynamic sampling, with unequal rewards."""
     compared = [group for group in groups if len(group.completions) > 1]
-    if extra is None:
+    if config.rollout.dynamic_sampling is None:
         return compared
     return [group for group in compared if len(set(group.rewards)) > 1]
 
@@ -246,3 +225,31 @@ def make_request(session: Session, config: RunConfig, step: int, attempt: int = 
     prompts = [policy.prompter.prompt(problem) for problem in problems]
     speaker = policy.prompter.speaker(policy.task.rollout, policy.task.time_limit)
     return SampleRequest(problems=problems, prompts=prompts, sampling=sampling, speaker=speaker)
+
+
+def _to_plain(batch: SampledStep) -> dict[str, Any]:
+    """Return a batch as plain data; groups to learn from become indices of the sampled ones."""
+    sampled = batch.all_groups
+    index = {id(group): number for number, group in enumerate(sampled)}
+    return {
+        "sampled": [
+            {**asdict(group), "rewards": [float(reward) for reward in group.rewards]}
+            for group in sampled
+        ],
+        "terms": [
+            [getattr(reward, "terms", None) for reward in group.rewards] for group in sampled
+        ],
+        "to_learn_from": [index[id(group)] for group in batch.training_groups],
+    }
+
+
+def _from_plain(plain: dict[str, Any]) -> SampledStep:
+    """Restore a batch from `_to_plain`'s data."""
+    sampled = TypeAdapter(list[Group]).validate_python(plain["sampled"])
+    for number, terms in enumerate(plain["terms"]):
+        rewards = (
+            WeightedSum(r, t) if t else r
+            for r, t in zip(sampled[number].rewards, terms, strict=True)
+        )
+        sampled[number] = replace(sampled[number], rewards=tuple(rewards))
+    return SampledStep(sampled, [sampled[number] for number in plain["to_learn_from"]])

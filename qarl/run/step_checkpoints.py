@@ -56,7 +56,7 @@ class StepCheckpoints:
             figures = {"heldout_accuracy": measured.accuracy, "heldout_reward": measured.reward}
             write_export(self._policy, self._config, self._folder, step, best, **figures)
         if step % self._config.checkpoint.every == 0 or step == self._config.steps or stopping:
-            self._write(rollouts.position())
+            self._write(rollouts.position_for_checkpoint())
 
     def _write(self, position: dict[str, Any]) -> None:
         state = {"learner": self._policy.learner.state_dict(), "position": position}
