@@ -21,72 +21,6 @@ from qarl.tasks.load import load_rollout
 from qarl.tasks.task import rewarded
 
 
-def problems_once(task: Task, count: int, seed: int) -> list[Problem]:
-    """Return the first `count` held-out problems for this seed, each once.
-
-    If the task's file has fewer problems, fewer are returned.
-    """
-    size = task.size("heldout")
-    if size is not None:
-        count = min(count, max(size, 1))
-    return task.problems("heldout", 0, count, seed)
-
-
-def answered(
-    engine: SamplingEngine,
-    task: Task,
-    prompter: Prompter,
-    asking: EvalConfig,
-    rollout: RolloutConfig,
-    seed: int = 0,
-    processes: Processes | None = None,
-) -> Result:
-    """Return answers of the policy that `engine` holds, judged by the task's checker.
-
-    asking: number of problems and samples, and sampling settings. rollout: length limits and stop
-    texts. seed: seed of problems and sampling. processes: each asks its own engine a share of the
-    questions, and all return the answers to all; these do not depend on the number of processes.
-    """
-    together = processes or Processes()
-    problems = problems_once(task, asking.problems, seed)
-    share = together.share(problems)
-    sampling = Sampling.of(rollout, seed, together.span(len(problems)).start, asking)
-    prompts = [prompter.prompt(problem) for problem in share]
-    speaker = prompter.speaker(task.rollout, task.time_limit)
-    _, completions = sample(engine, speaker, share, prompts, sampling)
-    responses = responses_of(share, completions)
-    rewards = task.rewards(responses) if task.checker is None else []
-    verdicts = rewarded(rewards) if task.checker is None else task.correct(responses)
-    starts = range(0, len(verdicts), asking.samples)
-    questions = [
-        _question(problem, own, verdicts[start : start + asking.samples])
-        for problem, own, start in zip(share, completions, starts, strict=True)
-    ]
-    signals = [reward for reward in together.concatenated(rewards) if reward is not None]
-    return Result(
-        task.name,
-        tuple(together.concatenated(questions)),
-        fmean(signals) if signals else None,
-    )
-
-
-def evaluate_heldout(session: Session, config: RunConfig) -> Heldout:
-    """Return held-out accuracy and reward of a run's current policy, through its engine.
-
-    Collective: every process must call this.
-    """
-    policy = session.policy
-    result = answered(
-        session.engine,
-        policy.task,
-        policy.prompter,
-        config.eval,
-        config.rollout,
-        processes=policy.processes,
-    )
-    return Heldout(result.accuracy, result.reward)
-
-
 def evaluate_before_training(session: Session, config: RunConfig, position: Position) -> Heldout:
     """Return held-out accuracy and reward before step 1, and store them in the position."""
     with phase("evaluating before step 1"):
@@ -96,16 +30,21 @@ def evaluate_before_training(session: Session, config: RunConfig, position: Posi
     return first
 
 
-def _question(problem: Problem, completions: list[Completion], verdicts: list[bool]) -> Question:
-    return Question(
-        id=problem.id,
-        question=problem.question,
-        reference=problem.answer,
-        answers=tuple(final_answer(completion.text) for completion in completions),
-        correct=tuple(verdicts),
-        tokens=tuple(sum(completion.sampled) for completion in completions),
-        truncated=tuple(completion.truncated for completion in completions),
+def evaluate_heldout(session: Session, config: RunConfig) -> Heldout:
+    """Return held-out accuracy and reward of a run's current policy, through its engine.
+
+    Collective: every process must call this.
+    """
+    policy = session.policy
+    result = evaluate_task(
+        session.engine,
+        policy.task,
+        policy.prompter,
+        config.eval,
+        config.rollout,
+        processes=policy.processes,
     )
+    return Heldout(result.accuracy, result.reward)
 
 
 def evaluate(plan: EvaluationPlan, tasks: Mapping[str, Task], seed: int) -> Evaluation:
@@ -125,7 +64,7 @@ def evaluate(plan: EvaluationPlan, tasks: Mapping[str, Task], seed: int) -> Eval
             engine = stack.enter_context(open_engine(plan.checkpoint, plan.rollout, plan.dtype))
         for name, task in fitting.items():
             with phase(f"answering {name}"):
-                result = answered(engine, task, prompter, plan.asking, plan.rollout, seed)
+                result = evaluate_task(engine, task, prompter, plan.asking, plan.rollout, seed)
             results.append(dataclasses.replace(result, name=name))
     return Evaluation(
         target=plan.target,
@@ -133,6 +72,67 @@ def evaluate(plan: EvaluationPlan, tasks: Mapping[str, Task], seed: int) -> Eval
         settings=plan.settings(seed),
         results=tuple(results),
     )
+
+
+def evaluate_task(
+    engine: SamplingEngine,
+    task: Task,
+    prompter: Prompter,
+    asking: EvalConfig,
+    rollout: RolloutConfig,
+    seed: int = 0,
+    processes: Processes | None = None,
+) -> Result:
+    """Ask the policy that `engine` holds a task's held-out questions, and judge its answers.
+
+    asking: number of problems and samples, and sampling settings. rollout: length limits and stop
+    texts. seed: seed of problems and sampling. processes: each asks its own engine a share of the
+    questions, and all return the answers to all; these do not depend on the number of processes.
+    """
+    processes = processes or Processes()
+    problems = problems_once(task, asking.problems, seed)
+    share = processes.share(problems)
+    sampling = Sampling.of(rollout, seed, processes.span(len(problems)).start, asking)
+    prompts = [prompter.prompt(problem) for problem in share]
+    speaker = prompter.speaker(task.rollout, task.time_limit)
+    _, completions = sample(engine, speaker, share, prompts, sampling)
+    responses = responses_of(share, completions)
+    rewards = task.rewards(responses) if task.checker is None else []
+    verdicts = rewarded(rewards) if task.checker is None else task.correct(responses)
+    starts = range(0, len(verdicts), asking.samples)
+    questions = [
+        _question(problem, own, verdicts[start : start + asking.samples])
+        for problem, own, start in zip(share, completions, starts, strict=True)
+    ]
+    signals = [reward for reward in processes.concatenated(rewards) if reward is not None]
+    return Result(
+        task.name,
+        tuple(processes.concatenated(questions)),
+        fmean(signals) if signals else None,
+    )
+
+
+def _question(problem: Problem, completions: list[Completion], verdicts: list[bool]) -> Question:
+    return Question(
+        id=problem.id,
+        question=problem.question,
+        reference=problem.answer,
+        answers=tuple(final_answer(completion.text) for completion in completions),
+        correct=tuple(verdicts),
+        tokens=tuple(sum(completion.sampled) for completion in completions),
+        truncated=tuple(completion.truncated for completion in completions),
+    )
+
+
+def problems_once(task: Task, count: int, seed: int) -> list[Problem]:
+    """Return the first `count` held-out problems for this seed, each once.
+
+    If the task's file has fewer problems, fewer are returned.
+    """
+    size = task.size("heldout")
+    if size is not None:
+        count = min(count, max(size, 1))
+    return task.problems("heldout", 0, count, seed)
 
 
 def answers(plan: EvaluationPlan, question: str, seed: int) -> list[Completion]:

@@ -11,7 +11,7 @@ from qarl.configs.schema.run import RunConfig
 from qarl.learner.processes import leave_processes
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.open import open_engine
-from qarl.run.evaluate import answered
+from qarl.run.evaluate import evaluate_task
 from qarl.run.export_note import add_to_note, export_note
 from qarl.run.model_card import write_card
 from qarl.run.policy import TrainingPolicy
@@ -168,7 +168,9 @@ def finish(
                 f" log-probs than the engine it was sampled from{difference}; do not deploy it"
             )
         if config.eval.problems:
-            result = answered(engine, policy.task, policy.prompter, config.eval, config.rollout)
+            result = evaluate_task(
+                engine, policy.task, policy.prompter, config.eval, config.rollout
+            )
             accuracy = result.accuracy
             reward = result.reward
             average = result.average()
