@@ -54,7 +54,7 @@ def open_run(start: RunStart) -> tuple[TrainingPolicy, Position, InputDigests]:
     with phase("loading the model"):
         policy = open_policy(config, processes, inputs)
     if start.resume:
-        checkpoint = load_checkpoint(folder.checkpoints, processes, step_over=say)
+        checkpoint = load_checkpoint(folder.checkpoints, processes, report=say)
         policy.learner.load_state_dict(checkpoint.learner_state(policy.learner))
         return policy, Position(**checkpoint.state["position"]), digests
     if config.quantization.init is not None:

@@ -65,7 +65,7 @@ def save_checkpoint(
             files of its own in `folder`, which they share.
         inputs: digests of the run's inputs (`qarl.run.inputs`).
     """
-    together = processes or Processes()
+    processes = processes or Processes()
     target = folder / f"step-{step:06d}"
     building = folder / f".step-{step:06d}.part"
     learner = dict(state.get("learner", {}))
@@ -73,20 +73,20 @@ def save_checkpoint(
     failure: Exception | None = None
     digests: dict[str, str] = {}
     try:
-        together.run_on_first(lambda: _begin({**state, "learner": learner}, building))
-        _write_tensors(tensors, building, together)
-        own = [*building.glob(f"shard-{together.rank + 1:05d}-*")]
-        own += [building / _STATE] if together.first else []
+        processes.run_on_first(lambda: _begin_folder({**state, "learner": learner}, building))
+        _write_tensors(tensors, building, processes)
+        own = [*building.glob(f"shard-{processes.rank + 1:05d}-*")]
+        own += [building / _STATE] if processes.first else []
         digests = {file.name: _sha256(file) for file in own}
     except (OSError, RuntimeError, FailedElsewhereError) as error:
         failure = error
-    written = together.all_gather((digests, None if failure is None else str(failure)))
+    written = processes.all_gather((digests, None if failure is None else str(failure)))
     reasons = [reason for _, reason in written if reason is not None]
     if not reasons:
         try:
             parts = {name: digest for part, _ in written for name, digest in part.items()}
             manifest = {"step": step, "sha256": parts, "inputs": inputs}
-            together.run_on_first(lambda: _name(building, target, manifest, keep))
+            processes.run_on_first(lambda: _commit(building, target, manifest, keep))
             return target
         except (OSError, RuntimeError, FailedElsewhereError) as error:
             failure = error
@@ -99,14 +99,14 @@ def save_checkpoint(
     ) from failure
 
 
-def _begin(state: dict[str, Any], folder: Path) -> None:
+def _begin_folder(state: dict[str, Any], folder: Path) -> None:
     """Make the folder anew, and write what all processes have in common."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     _write(state, folder / _STATE)
 
 
-def _write_tensors(tensors: dict[str, Any], folder: Path, together: Processes) -> None:
+def _write_tensors(tensors: dict[str, Any], folder: Path, processes: Processes) -> None:
     """Write this process's rows of nested tensors. All processes call it together.
 
     Raises the first error of any process in all.
@@ -119,14 +119,14 @@ def _write_tensors(tensors: dict[str, Any], folder: Path, together: Processes) -
     file_of: dict[str, int] = {}
     total = 0
     for name, tensor in _flat(tensors):
-        file_of[name] = 1 + total // (_FILE_BYTES * together.world)
+        file_of[name] = 1 + total // (_FILE_BYTES * processes.world)
         total += tensor.numel() * tensor.element_size()
     if not file_of:
         return
     writer = HuggingFaceStorageWriter(str(folder), file_of, save_distributed=True)
     try:
         with _quiet():
-            save(tensors, storage_writer=writer, no_dist=together.world == 1)
+            save(tensors, storage_writer=writer, no_dist=processes.world == 1)
     except CheckpointException as error:
         raise next(iter(error.failures.values()))[0] from error
 
@@ -156,7 +156,7 @@ def _write(state: dict[str, Any], file: Path) -> None:
     _flush(file)
 
 
-def _name(
+def _commit(
     building: Path,
     target: Path,
     manifest: dict[str, Any],
@@ -248,63 +248,62 @@ def _shapes(metadata: Any) -> dict[str, Any]:
 def load_checkpoint(
     folder: Path,
     processes: Processes | None = None,
-    step_over: Callable[[str], None] | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> Checkpoint:
     """Return the newest checkpoint in `folder`.
 
     Args:
         folder: Folder with the checkpoints.
         processes: Those that call this together. Each hashes its share of the files.
-        step_over: Called with a line about every damaged checkpoint, which is renamed to
-            `damaged-step-…` before an older one is tried, and about the one that is read. Default:
-            the newest checkpoint must be intact.
+        report: If it is given, damaged checkpoints are renamed to `damaged-step-…`, and the newest
+            intact one is read; it is called with a line about each of them. Default: the newest
+            checkpoint must be intact.
 
     Raises:
         ConfigError: There is no checkpoint.
         CheckpointError: The bytes are not those that were written.
     """
-    together = processes or Processes()
+    processes = processes or Processes()
     # listed once, before any is renamed
-    checkpoints = together.run_on_first(lambda: list_checkpoints(folder))
+    checkpoints = processes.run_on_first(lambda: list_checkpoints(folder))
     if not checkpoints:
         raise ConfigError(
             f"{str(folder)!r} holds no checkpoint yet; start the run again with another --output"
         )
     for index, newest in reversed(list(enumerate(checkpoints))):
-        fault = _fault(newest, together)
+        fault = _fault(newest, processes)
         if fault is None:
-            (step_over or str)(f"going on from checkpoint {newest.name}")
-            return _read(newest, together)
-        if step_over is None or index == 0:
+            if report is not None:
+                report(f"going on from checkpoint {newest.name}")
+            return _read(newest, processes)
+        if report is None or index == 0:
             older = f"remove that folder to go on from {checkpoints[index - 1].name}"
             alone = "no other one is left: start the run again with another --output"
             raise CheckpointError(
                 f"checkpoint {str(newest)!r} is damaged ({fault}); {older if index else alone}"
             )
         renamed = newest.with_name(f"damaged-{newest.name}")
-        step_over(
-            f"checkpoint {str(newest)!r} is damaged ({fault}); going on from the one before it"
-        )
-        together.run_on_first(lambda old=newest, new=renamed: _rename(old, new))
+        report(f"checkpoint {str(newest)!r} is damaged ({fault}); going on from the one before it")
+        processes.run_on_first(lambda old=newest, new=renamed: _rename(old, new))
     raise AssertionError("the oldest checkpoint is read or refused")
 
 
-def _fault(checkpoint: Path, together: Processes) -> str | None:
+def _fault(checkpoint: Path, processes: Processes) -> str | None:
     """Describe what is wrong with a checkpoint's bytes, or return None if they are intact."""
-    digests = together.run_on_first(lambda: _digests(checkpoint))
+    digests = processes.run_on_first(lambda: _digests(checkpoint))
     if digests is None:
         return "its manifest.json cannot be read"
     names = sorted(digests)
     if any(Path(name).name != name for name in names):
         return f"its manifest.json names files elsewhere, {names[0]!r}"
     # torch reads every safetensors file of a folder, so none may be there that is not hashed
-    tensors = together.run_on_first(
+    tensors = processes.run_on_first(
         lambda: {file.name for file in checkpoint.glob("*.safetensors")}
     )
     if unlisted := sorted(tensors - digests.keys()):
         return f"its manifest.json does not name {unlisted[0]}"
-    files = {name: checkpoint / name for name in together.share(names)}
-    damaged = together.concatenated(
+    files = {name: checkpoint / name for name in processes.share(names)}
+    damaged = processes.concatenated(
         [
             name
             for name, file in files.items()
@@ -330,7 +329,7 @@ def intact_checkpoint(folder: Path) -> Path | None:
     return next(intact, None)
 
 
-def _read(checkpoint: Path, together: Processes) -> Checkpoint:
+def _read(checkpoint: Path, processes: Processes) -> Checkpoint:
     manifest = _manifest(checkpoint)
     try:
         step = int(manifest["step"])
@@ -344,7 +343,7 @@ def _read(checkpoint: Path, together: Processes) -> Checkpoint:
         TypeError,
     ) as error:
         raise _foreign(checkpoint, error) from error
-    return Checkpoint(checkpoint, step, state, together)
+    return Checkpoint(checkpoint, step, state, processes)
 
 
 def _foreign(checkpoint: Path, error: BaseException) -> CheckpointError:

@@ -122,7 +122,7 @@ def test_a_damaged_newest_checkpoint_is_stepped_over(tmp_path: Path, damage: str
         load_checkpoint(tmp_path)
     assert intact_checkpoint(tmp_path) == tmp_path / "step-000001"
     said: list[str] = []
-    assert load_checkpoint(tmp_path, step_over=said.append).step == 1
+    assert load_checkpoint(tmp_path, report=said.append).step == 1
     assert ["step-000002" in said[0], said[1:]] == [
         True,
         ["going on from checkpoint step-000001"],
@@ -133,7 +133,7 @@ def test_a_damaged_newest_checkpoint_is_stepped_over(tmp_path: Path, damage: str
     ]
     (tmp_path / "step-000001" / "state.pt").write_bytes(b"{")
     with pytest.raises(CheckpointError, match=r"is damaged.*no other one is left"):
-        load_checkpoint(tmp_path, step_over=said.append)
+        load_checkpoint(tmp_path, report=said.append)
 
 
 def test_a_safetensors_file_without_a_digest_is_damage(tmp_path: Path):

@@ -116,8 +116,8 @@ def read(job: dict[str, Any], processes: Processes) -> None:
     if not processes.first:
         time.sleep(0.5)  # so that it comes when what the first one sets aside is gone
     try:
-        step_over = (lambda _: None) if job["step_over"] else None
-        said = f"step {load_checkpoint(folder, processes, step_over).step}"
+        report = (lambda _: None) if job["step_over"] else None
+        said = f"step {load_checkpoint(folder, processes, report).step}"
     except CheckpointError as error:
         said = str(error)
     told = processes.all_gather(said)
