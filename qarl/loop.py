@@ -17,7 +17,7 @@ from qarl.report.start_note import write_start
 from qarl.report.token_recorder import TokenRecorder
 from qarl.run.evaluate import evaluate_before_training, evaluate_heldout
 from qarl.run.interrupt import agreed_signal, deferred_interrupt
-from qarl.run.policy import trained_part
+from qarl.run.policy import describe_training
 from qarl.run.rollouts import Rollouts
 from qarl.run.session import Position, Session, open_session
 from qarl.run.step_checkpoints import StepCheckpoints
@@ -35,7 +35,7 @@ def train(start: RunStart, dashboard: Dashboard, send: SendMetrics = send_nowher
     folder = start.folder
     policy, position, digests = open_run(start)
     with open_session(config, folder, policy) as session:
-        trained = [*session.describe(), *trained_part(policy, config)]
+        trained = [*session.describe(), *describe_training(policy, config)]
         materializers = policy.model.materializers()
         dashboard.audited(session.audited, materializers, policy.learner.scorer.packed, trained)
         published = session.publisher.publish(position.version)

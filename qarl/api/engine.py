@@ -61,7 +61,7 @@ class Engine(AbstractContextManager["Engine"]):
             """Layers and kernels that policy and engine agreed on."""
             self.multiplies = connection.multiplies
             """Layers that the policy multiplies with, in words."""
-            self.rows = connection.rows
+            self.rows = connection.row_check
             """Result of the kernels' self-test, None if the policy does not use the engine's."""
             self._shares = policy.low_bit.context.engine is not None
             self.published = connection.publisher.publish(0)
@@ -69,7 +69,7 @@ class Engine(AbstractContextManager["Engine"]):
             self._version = policy.version
             """The policy's number of that version."""
             policy.run_while_idle = self._while_idle
-            policy.gate = gate_of(settings, policy.low_bit, connection.rows)
+            policy.gate = gate_of(settings, policy.low_bit, connection.row_check)
             self._stack = stack.pop_all()
 
     def __exit__(self, *error: object) -> None:

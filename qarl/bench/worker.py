@@ -182,7 +182,7 @@ def _steps(
     seconds = [
         _step(engine, learner, publisher, number, job, draw, vocabulary) for number in numbers
     ]
-    publisher.unshare()
+    publisher.unshare_layers()
     return seconds[1:]
 
 

@@ -72,7 +72,7 @@ class Dashboard(AbstractContextManager["Dashboard"]):
             rows: layers that the audit compared.
             materializers: scheme → the implementation that quantizes it.
             packed: whether the learner packs its sequences.
-            trained: lines of `trained_part`.
+            trained: lines of `describe_training` and of `Connection.describe`.
         """
         audit_table(rows).show(self._console)
         implementations = (f"{scheme} by {name}" for scheme, name in materializers.items())

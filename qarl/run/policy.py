@@ -131,7 +131,7 @@ class TrainingPolicy(RunInputs):
 def load_model(
     config: RunConfig,
     architecture: Architecture,
-    learning: LearnerConfig,
+    learner_config: LearnerConfig,
     processes: Processes,
 ) -> LowBitModel:
     """Load a model's masters, which the processes share, and wrap them in the run's schemes."""
@@ -139,9 +139,9 @@ def load_model(
     on_host = config.learner.base_on_host
     masters = load_masters(
         architecture.folder,
-        MASTER_DTYPES[learning.master_dtype],
+        MASTER_DTYPES[learner_config.master_dtype],
         None if on_host else device,
-        masters_mesh(learning, processes),
+        masters_mesh(learner_config, processes),
         architecture.skeleton,
     )
     if on_host:
@@ -188,11 +188,11 @@ def open_policy(
     """
     inputs = inputs or open_inputs(config)
     together = processes or Processes()
-    learning = config.learner
+    learner_config = config.learner
     if not processes:
-        learning = learning.model_copy(update={"compile": False, "deepspeed": None})
+        learner_config = learner_config.model_copy(update={"compile": False, "deepspeed": None})
 
-    model = load_model(config, inputs.architecture, learning, together)
+    model = load_model(config, inputs.architecture, learner_config, together)
     if isinstance(config.learner.lora, LoraConfig):
         add_adapters(model, config.learner.lora, config.seed)
     # The KL reference is the policy the run started with, in the same schemes: a second set of
@@ -200,13 +200,13 @@ def open_policy(
     # has the same one. With LoRA it is the base, because B is zero at the start.
     reference = None
     if config.learner.kl.name != "none":
-        reference = load_model(config, inputs.architecture, learning, together)
-        free_uncached(reference, learning)
+        reference = load_model(config, inputs.architecture, learner_config, together)
+        free_uncached(reference, learner_config)
     if processes and model.operators == "engine":
         require_gradients(model, together)
     learner = Learner(
         model,
-        learning,
+        learner_config,
         reference,
         together,
         config.seed,
@@ -216,7 +216,7 @@ def open_policy(
     return TrainingPolicy(**vars(inputs), model=model, learner=learner, processes=together)
 
 
-def trained_part(policy: TrainingPolicy, config: RunConfig) -> list[str]:
+def describe_training(policy: TrainingPolicy, config: RunConfig) -> list[str]:
     """Return lines for the startup output on what is trained, and how it differs from the default.
 
     They say what LoRA trains and leaves frozen, why an aligned learner's log-probs do not equal the

@@ -32,7 +32,7 @@ from qarl.sync.audit import (
 )
 from qarl.sync.export import export_checkpoint
 from qarl.sync.floor import tolerance
-from qarl.sync.gate import Gate, require_equal
+from qarl.sync.gate import Gate, require_equal_logprobs
 from qarl.sync.publisher import Publisher
 
 _UNCACHED = (
@@ -76,9 +76,9 @@ class Connection:
     """Layer table that learner and engine agreed on."""
     multiplies: str
     """Layers that the learner multiplies with, in words."""
-    rows: RowCheck | None = None
+    row_check: RowCheck | None = None
     """Result of the kernels' self-test, None if the learner does not use the engine's kernels."""
-    operators: OperatorCheck | None = None
+    operator_check: OperatorCheck | None = None
     """Comparison of vLLM's operators with transformers', None if the learner does not use them."""
     uncached: bool = False
     """Whether the engine caches no prompts although `rollout.prefix_caching` is true."""
@@ -86,10 +86,10 @@ class Connection:
     def describe(self) -> list[str]:
         """Return lines on the learner's products, the tests of kernels and operators, the cache."""
         lines = [f"learner multiplies with {self.multiplies}"]
-        if self.rows is not None:
-            lines.append(str(self.rows))
-        if self.operators is not None:
-            lines.append(str(self.operators))
+        if self.row_check is not None:
+            lines.append(str(self.row_check))
+        if self.operator_check is not None:
+            lines.append(str(self.operator_check))
         if self.uncached:
             lines.append(_UNCACHED)
         return lines
@@ -116,13 +116,17 @@ def open_session(config: RunConfig, folder: RunFolder, policy: TrainingPolicy) -
         yield _replay_session(config, policy)
         return
     sequences = canary_sequences(policy, config)
-    start = folder.engine_start
     with connected(
-        policy.model, policy.folder, start, config, sequences, policy.processes
+        policy.model,
+        source=policy.folder,
+        checkpoint=folder.engine_start,
+        config=config,
+        sequences=sequences,
+        processes=policy.processes,
     ) as connection:
         yield Session(
             policy=policy,
-            gate=gate_of(config, policy.model, connection.rows),
+            gate=gate_of(config, policy.model, connection.row_check),
             **vars(connection),
         )
 
@@ -133,9 +137,17 @@ def _replay_session(config: RunConfig, policy: TrainingPolicy) -> Session:
         policy=policy,
         engine=engine,
         publisher=Publisher(
-            policy.model, engine, (), None, config.sync.canary_every, policy.processes
+            policy.model,
+            engine,
+            sequences=(),
+            bound=None,
+            canary_every=config.sync.canary_every,
+            processes=policy.processes,
         ),
-        audited=[AuditRow(layer.name, layer, None, "") for layer in policy.model.layer_reports()],
+        audited=[
+            AuditRow(name=layer.name, learner=layer, engine=None, problem="")
+            for layer in policy.model.layer_reports()
+        ],
         multiplies="layers of its own: a replay has no engine",
         gate=gate_of(config, policy.model),
     )
@@ -145,40 +157,45 @@ def _replay_session(config: RunConfig, policy: TrainingPolicy) -> Session:
 def connected(
     model: LowBitModel,
     source: Path,
-    start: Path,
+    checkpoint: Path,
     config: RunConfig,
     sequences: Sequence[Sequence[int]],
     processes: Processes,
 ) -> Iterator[Connection]:
     """Start the engine on the model's present tensors and audit it; close it after the `with`.
 
-    source: folder with the tokenizer. start: folder for the checkpoint that the engine loads; it is
-    replaced, and removed at the end, because nothing else reads it. sequences: token sequences of
-    the canary. Raises `AuditError` if learner and engine disagree about a layer, or if vLLM's
-    operators compute another model than transformers'.
+    Args:
+        source: folder with the tokenizer.
+        checkpoint: folder for the checkpoint that the engine loads. It is replaced, and removed at
+            the end, because nothing else reads it.
+        sequences: token sequences of the canary.
+
+    Raises:
+        AuditError: learner and engine disagree about a layer, or vLLM's operators compute another
+            model than transformers'.
     """
-    operators = check_operators(model, sequences)
+    operator_check = check_operators(model, sequences)
     # No GPU has run the comparison, so that there it is shown and refuses nothing.
-    if operators is not None and model.device.type == "cpu":
-        require_right_operators(operators)
+    if operator_check is not None and model.device.type == "cpu":
+        require_right_operators(operator_check)
 
     def export() -> None:
-        shutil.rmtree(start, ignore_errors=True)
-        export_checkpoint(model, source, start)
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        export_checkpoint(model, source, checkpoint)
 
     processes.run_on_first(export)
     free_uncached(model, config.learner)
     with ExitStack() as stack:
         if processes.first:
-            stack.callback(shutil.rmtree, start, ignore_errors=True)
+            stack.callback(shutil.rmtree, checkpoint, ignore_errors=True)
         # The engine takes what memory is free, so the learner's later needs are reserved meanwhile.
         reservation = reserved(model, config.learner)
         with phase("starting the engine"), reservation:
             opened = open_engine(
-                start,
+                checkpoint,
                 config.rollout,
                 config.dtype,
-                processes.world > 1,
+                multi_process=processes.world > 1,
                 use_servers=True,
             )
             engine = stack.enter_context(opened)
@@ -192,15 +209,15 @@ def connected(
         row_check = model.check_rows() if same_kernels else None
         if row_check is not None and config.bitwise:
             require_equal_rows(row_check)
-        publisher.tolerate(tolerance(model, row_check))
+        publisher.set_tolerance(tolerance(model, row_check))
         yield Connection(
             engine=engine,
             publisher=publisher,
             audited=audit_rows,
             multiplies=multiplies,
-            rows=row_check,
-            operators=operators,
-            uncached=config.rollout.prefix_caching and has_states(start),
+            row_check=row_check,
+            operator_check=operator_check,
+            uncached=config.rollout.prefix_caching and has_states(checkpoint),
         )
 
 
@@ -213,23 +230,23 @@ def share_layers(publisher: Publisher, stack: ExitStack) -> str:
         publisher.share_layers()
     except KernelError as reason:
         return f"layers of its own: {reason}"
-    stack.callback(publisher.unshare)
+    stack.callback(publisher.unshare_layers)
     return "the engine's own layers"
 
 
 def gate_of(
-    config: RunConfig, model: LowBitModel, rows: RowCheck | None = None
+    config: RunConfig, model: LowBitModel, row_check: RowCheck | None = None
 ) -> FirstBatchGate | None:
     """Return the check that refuses a first batch whose mismatch is out of bounds.
 
-    None for an unaligned learner, whose mismatch is intended. rows: result of the kernels'
+    None for an unaligned learner, whose mismatch is intended. row_check: result of the kernels'
     self-test, see `tolerance`.
     """
     if not config.learner.aligned:
         return None
     if config.bitwise:
-        return require_equal
-    return Gate(bound=config.sync.gate_bound, tolerance=tolerance(model, rows))
+        return require_equal_logprobs
+    return Gate(bound=config.sync.gate_bound, tolerance=tolerance(model, row_check))
 
 
 def canary_sequences(policy: TrainingPolicy, config: RunConfig) -> list[list[int]]:

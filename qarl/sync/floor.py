@@ -84,13 +84,13 @@ class FixedSequences:
         return self._floor
 
 
-def tolerance(model: LowBitModel, rows: RowCheck | None) -> float:
+def tolerance(model: LowBitModel, row_check: RowCheck | None) -> float:
     """Return the multiple of the floor by which learner and engine may differ.
 
-    It is `SAME_KERNELS_TOLERANCE` or `OTHER_KERNELS_TOLERANCE`. rows: self-test of the kernels that
-    both multiply with; None if their kernels differ.
+    It is `SAME_KERNELS_TOLERANCE` or `OTHER_KERNELS_TOLERANCE`. row_check: self-test of the kernels
+    that both multiply with; None if their kernels differ.
     """
-    same_kernels = rows is not None and not rows.dependent
+    same_kernels = row_check is not None and not row_check.dependent
     # On GPUs the self-test does not cover the kernels of attention and sampling.
     on_cpu = model.device.type == "cpu"
     return (

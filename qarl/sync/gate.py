@@ -58,7 +58,7 @@ class Gate:
                 )
 
 
-def require_equal(mismatch: Mismatch, floor: Callable[[], Mismatch]) -> None:
+def require_equal_logprobs(mismatch: Mismatch, floor: Callable[[], Mismatch]) -> None:
     """Raise `GateError` unless every token's log-probs are equal to the last bit.
 
     `bitwise` asks for that.

@@ -64,7 +64,7 @@ class Publisher:
         sequences: token ids of the canary's fixed sequences, at least two tokens each. If there are
             none, there is no canary.
         bound: bound on the canary's mean |Δ log p|, in nats; 0 if all must be equal (`bitwise`).
-            None: twice the floor (`sync.floor`), or the multiple that `tolerate` sets.
+            None: twice the floor (`sync.floor`), or the multiple that `set_tolerance` sets.
         canary_every: number of publishes between canaries.
         processes: the processes that publish together, each into its own engine. Default: this one.
     """
@@ -108,11 +108,11 @@ class Publisher:
         self._model.multiply_with(layers)
         self._model.on_refresh(self._write_ahead)
 
-    def tolerate(self, tolerance: float) -> None:
+    def set_tolerance(self, tolerance: float) -> None:
         """Set the multiple of the floor that bounds canaries from now on, if no bound was given."""
         self._tolerance = tolerance
 
-    def unshare(self) -> None:
+    def unshare_layers(self) -> None:
         """Stop using the engine's layers. The learner makes its own when it needs them."""
         self._model.multiply_with(None)
         self._model.on_refresh(None)

@@ -135,7 +135,7 @@ def publish_and_compare(
             publisher.publish(version)
         publisher.canary(publishes)
         check_every_layer_is_the_engines(model, engine)
-        publisher.unshare()
+        publisher.unshare_layers()
         disturb(model, publishes + 1)
         engine.load(model.low_bit_tensors(), publishes + 1)
         after = engine.logprobs(SEQUENCES)

@@ -80,7 +80,7 @@ def test_publishes_equal_a_fresh_engine_bit_for_bit(
         assert (published.canary is not None) == (version % every == 1)
     assert publisher.canary(publishes).mean_abs < 0.01
     after = engine.logprobs(SEQUENCES)
-    publisher.unshare()
+    publisher.unshare_layers()
     engine.close()
     assert after != before
     assert after == answers_when_fresh(model, folder, tmp_path / "fresh", dtype)
@@ -219,7 +219,7 @@ def shared(running: Running) -> Iterator[Shared]:
     publisher = Publisher(model, engine, SEQUENCES, None, 50)
     publisher.share_layers()
     yield model, engine, publisher
-    publisher.unshare()
+    publisher.unshare_layers()
     model.refresh()
     engine.load(model.low_bit_tensors(), 1)
 

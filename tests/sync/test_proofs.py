@@ -14,7 +14,7 @@ from qarl.quant.runtime.batch_invariance import BATCH_INVARIANT
 from qarl.quant.types import LayerReport
 from qarl.run.verify_export import difference_beyond
 from qarl.sync.audit import AuditError, audit, require_agreement
-from qarl.sync.gate import Gate, GateError, require_equal
+from qarl.sync.gate import Gate, GateError, require_equal_logprobs
 
 LAYER = LayerReport(
     name="a", scheme="w4a16", group_size=128, dtype="torch.bfloat16", kernel="Marlin"
@@ -147,7 +147,7 @@ def test_the_gate_measures_nothing_of_a_batch_that_is_equal():
 def test_bitwise_is_equality():
     sampler = torch.full((1, 2), -0.75)
     mask = torch.ones(1, 2, dtype=torch.bool)
-    require_equal(measure_mismatch(sampler, sampler, mask), never)
+    require_equal_logprobs(measure_mismatch(sampler, sampler, mask), never)
     for first in (
         torch.nextafter(sampler, torch.zeros(1, 2))[0, 0].item(),
         math.nan,
@@ -156,7 +156,9 @@ def test_bitwise_is_equality():
             GateError,
             match=r"bitwise, and 50.00% of the sampled tokens .* (5.96e-08|nan) nats apart",
         ):
-            require_equal(measure_mismatch(torch.tensor([[first, -0.75]]), sampler, mask), never)
+            require_equal_logprobs(
+                measure_mismatch(torch.tensor([[first, -0.75]]), sampler, mask), never
+            )
 
 
 def test_an_export_is_held_to_bits_on_cpus_and_to_a_bound_on_cuda():

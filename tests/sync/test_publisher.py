@@ -223,7 +223,7 @@ def test_shared_layers_get_a_version_as_it_is_made(monkeypatch: pytest.MonkeyPat
     publisher.publish(9)
     publisher.publish(9)
     assert ends.sent == [4, 5, 6, 9, 9]
-    publisher.unshare()
+    publisher.unshare_layers()
     assert multiplied == ["layers", None]
     assert hooks[1:] == [None]
 
