@@ -12,7 +12,7 @@ from qarl.rollout.engine import EngineError, LoadReport
 
 
 class AbsentEngine:
-    """Engine that cannot sample (`rollout.engine.Engine`).
+    """Engine that cannot sample (`rollout.engine.SamplingEngine`).
 
     It reads a published stream to compute its digest, and drops the tensors.
     """

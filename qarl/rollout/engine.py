@@ -48,6 +48,7 @@ class SamplingEngine(Protocol):
     """A sampler that holds one weight version."""
 
     weight_version: int
+    """Version that was loaded last."""
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[list[Completion]]:
         """Return `sampling.samples` completions of each prompt, in the prompts' order."""

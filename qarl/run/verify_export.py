@@ -71,21 +71,18 @@ def export_sampled(
     write_export(policy, config, folder, steps, folder.export)
     sequences = canary_sequences(policy, config)
     if config.rollout.tensor_parallel_size > 1:
-        return _of_one_rank(policy, config, sequences)
+        return _one_rank_reference(policy, config, sequences)
     bound = None
     if policy.model.device.type != "cpu" and not config.bitwise:
         # Products on GPUs may add up in another order from one call to the next.
-        bound = config.sync.canary_bound
-        bound = (
-            bound
-            or OTHER_KERNELS_TOLERANCE * FixedSequences(policy.model, sequences).floor().mean_abs
-        )
+        floor = FixedSequences(policy.model, sequences).floor
+        bound = config.sync.canary_bound or OTHER_KERNELS_TOLERANCE * floor().mean_abs
     reference = ExportReference(sequences, session.engine.logprobs(sequences), bound)
     policy.processes.barrier()  # from here on the first process is alone
     return reference
 
 
-def _of_one_rank(
+def _one_rank_reference(
     policy: TrainingPolicy, config: RunConfig, sequences: list[list[int]]
 ) -> ExportReference:
     """Return the learner's log-probs as an engine of one rank has them.

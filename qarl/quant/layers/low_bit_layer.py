@@ -152,11 +152,14 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
 
     @property
     def product(self) -> Kernel:
-        """This weight version in the layout of the kernel.
+        """The kernel that the present forward multiplies with, over this weight version.
 
-        This is the engine's layer if it is shared. Otherwise it is a second copy, built at first
-        use, so publishing and exporting do not need the memory. Raises `KernelError` if the kernel
-        family does not support this layer.
+        If the forward multiplies codes, it is the engine's layer, if that is shared, or a kernel of
+        the learner's own. The latter is a second copy of the codes, built at its first use, so that
+        publishing and exporting do not need the memory. If the forward multiplies no codes, it is a
+        plain product of the masters, cast to the forward's dtype.
+
+        Raises `KernelError` if the kernel family does not support this layer.
         """
         if not self.context.multiplies_codes:
             in_fp32 = self.context.forward is Forward.FP32

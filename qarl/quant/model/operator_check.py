@@ -55,7 +55,7 @@ class OperatorCheck:
     """Largest mean |Δ log p| that rounding explains, in nats a token."""
     tokens: int
     """Number of tokens that were compared."""
-    parts: str = ""
+    diverges_in: str = ""
     """First part of the model after which the two differ by more than rounding; "" if none."""
     left_out: str = ""
     """Part of vLLM's model that was computed in another way in fp32; "" if none."""
@@ -80,7 +80,7 @@ class OperatorCheck:
             )
         return (
             f"vLLM's model and transformers' differ by {values}, where rounding explains"
-            f" {self.bound:.1e}; they part in {self.parts or 'no single layer'}"
+            f" {self.bound:.1e}; they part in {self.diverges_in or 'no single layer'}"
         )
 
 
@@ -126,14 +126,14 @@ def check_operators(model: LowBitModel, sequences: Sequence[Sequence[int]]) -> O
                 " this one, or set learner.operators to 'transformers'"
             ) from error
         reason = f"its model does not run in float32 ({words})"
-        return OperatorCheck(0.0, 0.0, 0, unknown=reason)
+        return OperatorCheck(difference=0.0, bound=0.0, tokens=0, unknown=reason)
     theirs = _transformers_trace(model, rows)
     rounding = _mean_difference(rerounded.logprobs, ours.logprobs)
     return OperatorCheck(
         difference=_mean_difference(ours.logprobs, theirs.logprobs),
         bound=_bound(rounding),
         tokens=len(ours.logprobs),
-        parts=_first_parting(ours, rerounded, theirs),
+        diverges_in=_first_divergence(ours, rerounded, theirs),
         left_out=left_out,
     )
 
@@ -148,7 +148,7 @@ def _about_dtypes(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or bool(words.search(str(error)))
 
 
-def _first_parting(ours: _Trace, rerounded: _Trace, theirs: _Trace) -> str:
+def _first_divergence(ours: _Trace, rerounded: _Trace, theirs: _Trace) -> str:
     """Return the first part after which two models differ by more than rounding; "" if none."""
     if len(ours.layers) != len(theirs.layers):
         return f"the number of layers: {len(ours.layers) - 1} and {len(theirs.layers) - 1}"

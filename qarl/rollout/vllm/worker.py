@@ -1,7 +1,7 @@
 """The worker's side of a publish: loads a stream of tensors into the model, layer by layer.
 
-The stream has the checkpoint's names. vLLM 0.32's own `reload_weights` is wrong on CPU in five
-ways, all undone here:
+The stream has the checkpoint's names. vLLM 0.32's own `reload_weights` is wrong in six ways, the
+last of them on every device, the others on CPUs. All are undone here:
 
 - It copies reprocessed tensors back over the first load's, while oneDNN handlers keep raw pointers
   to what they were built from (W8A8 then multiplies with freed scales). Here the new processed
