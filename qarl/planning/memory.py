@@ -633,7 +633,7 @@ class Count:
             grouped = self.experts_backward()
             attention_bytes = self.tokens * itemsize * attention
             return self._gradient_between_modules + max(grouped, attention_bytes)
-        # One expert after another in fp32 (`layers.experts._one_by_one`).
+        # One expert after another in fp32 (`layers.experts._backward_by_expert`).
         # [N, C] of the experts' input, of its gradient and of the output's.
         all_tokens = self.tokens * 3 * _FP32 * shapes.hidden
         # If tokens are spread evenly an expert has N·T/E rows. Each has gate and up (2·I), their

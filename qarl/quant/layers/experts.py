@@ -248,9 +248,11 @@ class _StraightThrough(torch.autograd.Function):
         dy = grad_outputs[0]
         multiplied = restored_input(kept)
         if experts.multiplies_grouped(dy):
-            dx, dweights = _grouped(experts, multiplied, weights, index, dy, dmasters, dfactors)
+            dx, dweights = _grouped_backward(
+                experts, multiplied, weights, index, dy, dmasters, dfactors
+            )
         else:
-            dx, dweights = _one_by_one(
+            dx, dweights = _backward_by_expert(
                 experts, multiplied, weights, index, dy, dmasters, dfactors, dbiases
             )
         parameters = (*experts.masters, *experts.biases)
@@ -260,17 +262,42 @@ class _StraightThrough(torch.autograd.Function):
             else experts.context.gradients.start_reduction(parameter, gradient)
             for parameter, gradient in zip(parameters, (*returned_gradients, *dbiases), strict=True)
         ]
+        dgate_up, ddown, *returned_biases = returned
+        # index, experts and kept input have no gradient
         return (
             dx.to(experts.context.forward_dtype),
             dweights,
-            *returned[:2],
+            dgate_up,
+            ddown,
             None,
             None,
             None,
-            *returned[2:],
+            *returned_biases,
             *dfactors[0],
             *dfactors[1],
         )
+
+
+def _master_gradients(
+    experts: RoutedLowBitExperts, needed: Sequence[bool]
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Return the fp32 tensors to which the masters' gradients are added, and those for autograd.
+
+    An entry of the first list is None if the gradient is not needed; of the second also if the
+    gradient is accumulated in place.
+    """
+    gradients = experts.context.gradients
+    in_place = [
+        gradients.accumulator(m) if need else None
+        for m, need in zip(experts.masters, needed, strict=True)
+    ]
+    gradients.wait_for_memory(*experts.masters)
+    returned = [
+        torch.zeros(master.shape, device=master.device) if need and total is None else None
+        for master, need, total in zip(experts.masters, needed, in_place, strict=True)
+    ]
+    totals = [total if own is None else own for total, own in zip(in_place, returned, strict=True)]
+    return totals, returned
 
 
 def _factor_zeros(adapter: Adapter | None) -> tuple[Tensor, ...]:
@@ -281,78 +308,7 @@ def _factor_zeros(adapter: Adapter | None) -> tuple[Tensor, ...]:
     return tuple(torch.zeros_like(factor, dtype=torch.float32) for factor in factors)
 
 
-def _one_by_one(
-    experts: RoutedLowBitExperts,
-    multiplied: Tensor | LowBitActivation,
-    weights: Tensor,
-    index: Tensor,
-    dy: Tensor,
-    dmasters: Sequence[Tensor | None],
-    dfactors: Sequence[Sequence[Tensor]],
-    dbiases: Sequence[Tensor | None],
-) -> tuple[Tensor, Tensor]:
-    """Compute the same as `_grouped`, for one expert at a time and in fp32.
-
-    dbiases: fp32, to which the gradients of biases are added (None: not needed).
-    """
-    gradients = experts.context.gradients
-    transposed = experts.shape.layout.transposed
-    biases = tuple(bias.to(torch.float32) for bias in experts.biases_used())
-    x = input_values(multiplied, torch.float32)
-    dy = dy.to(torch.float32)
-    dx = torch.zeros_like(x)
-    dweights = torch.zeros_like(weights)
-    weights_used = experts.weights_used()
-    for expert in index.unique().tolist():
-        rows, slots = (index == expert).nonzero(as_tuple=True)
-        drows, dweights[rows, slots], products = _expert_backward(
-            experts,
-            weights_used(expert),
-            [bias[expert] for bias in biases],
-            x[rows],
-            weights[rows, slots],
-            dy[rows],
-        )
-        dx.index_add_(0, rows, drows)
-        for dbias, (dout, _) in zip(dbiases, products, strict=False):
-            if dbias is not None:
-                dbias[expert] = gradients.unscale(dout.sum(0))
-        # (doutᵀ · used)ᵀ = usedᵀ · dout
-        factors = [pair[::-1] if transposed else pair for pair in products]
-        for dmaster, (left, right) in zip(dmasters, factors, strict=True):
-            if dmaster is not None:
-                add_weight_gradient(dmaster[expert], left, right, gradients)
-        for adapter, dfactor, (left, right) in zip(
-            experts.adapters, dfactors, factors, strict=True
-        ):
-            if adapter is not None:
-                factor_gradients = adapter.gradients(left, right, expert)
-                for total, gradient in zip(dfactor, factor_gradients, strict=True):
-                    total[expert] = gradients.unscale(gradient)
-    return dx, dweights
-
-
-def _dequantized(
-    matrices: Sequence[LowBitWeight], stack: LowBitWeight | None, dtype: torch.dtype
-) -> Tensor:
-    """Return all experts' matrices, dequantized in fp32 and rounded once to `dtype`, [E, O, I].
-
-    `_AT_ONCE` experts are dequantized at a time, or one if there is no stack of all.
-    """
-    rows, columns = matrices[0].shape
-    experts = len(matrices)
-    values = torch.empty(experts, rows, columns, dtype=dtype, device=matrices[0].codes.device)
-    flat_values = values.view(-1, columns)
-    for start in range(0, experts, 1 if stack is None else _AT_ONCE):
-        stop = min(start + _AT_ONCE, experts)
-        part = matrices[start] if stack is None else stack.rows(start * rows, stop * rows)
-        first_row = start * rows
-        target = flat_values[first_row : first_row + part.shape[0]]
-        target.copy_(part.dequantized(dtype))
-    return values
-
-
-def _grouped(
+def _grouped_backward(
     experts: RoutedLowBitExperts,
     multiplied: Tensor | LowBitActivation,
     weights: Tensor,
@@ -401,26 +357,55 @@ def _grouped(
     return dx, dweights
 
 
-def _master_gradients(
-    experts: RoutedLowBitExperts, needed: Sequence[bool]
-) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """Return the fp32 tensors to which the masters' gradients are added, and those for autograd.
+def _backward_by_expert(
+    experts: RoutedLowBitExperts,
+    multiplied: Tensor | LowBitActivation,
+    weights: Tensor,
+    index: Tensor,
+    dy: Tensor,
+    dmasters: Sequence[Tensor | None],
+    dfactors: Sequence[Sequence[Tensor]],
+    dbiases: Sequence[Tensor | None],
+) -> tuple[Tensor, Tensor]:
+    """Compute the same as `_grouped_backward`, for one expert at a time and in fp32.
 
-    An entry of the first list is None if the gradient is not needed; of the second also if the
-    gradient is accumulated in place.
+    dbiases: fp32, to which the gradients of biases are added (None: not needed).
     """
     gradients = experts.context.gradients
-    in_place = [
-        gradients.accumulator(m) if need else None
-        for m, need in zip(experts.masters, needed, strict=True)
-    ]
-    gradients.wait_for_memory(*experts.masters)
-    returned = [
-        torch.zeros(master.shape, device=master.device) if need and total is None else None
-        for master, need, total in zip(experts.masters, needed, in_place, strict=True)
-    ]
-    totals = [total if own is None else own for total, own in zip(in_place, returned, strict=True)]
-    return totals, returned
+    transposed = experts.shape.layout.transposed
+    biases = tuple(bias.to(torch.float32) for bias in experts.biases_used())
+    x = input_values(multiplied, torch.float32)
+    dy = dy.to(torch.float32)
+    dx = torch.zeros_like(x)
+    dweights = torch.zeros_like(weights)
+    weights_used = experts.weights_used()
+    for expert in index.unique().tolist():
+        rows, slots = (index == expert).nonzero(as_tuple=True)
+        drows, dweights[rows, slots], products = _expert_backward(
+            experts,
+            weights_used(expert),
+            [bias[expert] for bias in biases],
+            x[rows],
+            weights[rows, slots],
+            dy[rows],
+        )
+        dx.index_add_(0, rows, drows)
+        for dbias, (dout, _) in zip(dbiases, products, strict=False):
+            if dbias is not None:
+                dbias[expert] = gradients.unscale(dout.sum(0))
+        # (doutᵀ · used)ᵀ = usedᵀ · dout
+        factors = [pair[::-1] if transposed else pair for pair in products]
+        for dmaster, (left, right) in zip(dmasters, factors, strict=True):
+            if dmaster is not None:
+                add_weight_gradient(dmaster[expert], left, right, gradients)
+        for adapter, dfactor, (left, right) in zip(
+            experts.adapters, dfactors, factors, strict=True
+        ):
+            if adapter is not None:
+                factor_gradients = adapter.gradients(left, right, expert)
+                for total, gradient in zip(dfactor, factor_gradients, strict=True):
+                    total[expert] = gradients.unscale(gradient)
+    return dx, dweights
 
 
 def _expert_backward(
@@ -462,3 +447,23 @@ def _expert_backward(
     scaled = dy * weights[:, None]
     (dmerged,) = torch.autograd.grad(activated, merged, scaled @ down)
     return dmerged @ gate_up, dweights, [(dmerged, x), (scaled, used)]
+
+
+def _dequantized(
+    matrices: Sequence[LowBitWeight], stack: LowBitWeight | None, dtype: torch.dtype
+) -> Tensor:
+    """Return all experts' matrices, dequantized in fp32 and rounded once to `dtype`, [E, O, I].
+
+    `_AT_ONCE` experts are dequantized at a time, or one if there is no stack of all.
+    """
+    rows, columns = matrices[0].shape
+    experts = len(matrices)
+    values = torch.empty(experts, rows, columns, dtype=dtype, device=matrices[0].codes.device)
+    flat_values = values.view(-1, columns)
+    for start in range(0, experts, 1 if stack is None else _AT_ONCE):
+        stop = min(start + _AT_ONCE, experts)
+        part = matrices[start] if stack is None else stack.rows(start * rows, stop * rows)
+        first_row = start * rows
+        target = flat_values[first_row : first_row + part.shape[0]]
+        target.copy_(part.dequantized(dtype))
+    return values
