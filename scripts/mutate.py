@@ -2,63 +2,64 @@
 """Plant random small faults in a room's code, one at a time, and count those that its tests catch.
 
     scripts/mutate.py --room learner --count 100 --seed 1 [--json FILE] [--seconds S]
-        [--tests PATH …] [--survivors JSON]
 
 A mutation changes one comparison, constant, operator, min or max, or drops one statement. It is
 drawn from the syntax tree of HEAD: a seed draws the same mutations from the same commit. Each is
 planted alone in a scratch clone.
 
-Order of the tests. Tests that run the changed function go first, the fastest in front, followed by
-those that run other functions of its file. If no test is seen to run it (it is compiled, or read at
-import), tests that run files that import it follow, and then all. Files whose tests share a
-fixture, such as an engine, keep their order. The tests that run each function are recorded once per
-commit. Tests that fail on the unchanged code are left out.
+Which tests. Nothing is recorded beforehand: the order of the files of tests follows from what they
+import. Those that import the changed file and name the changed function go first, then others that
+import it or are named after it or its folder, then those that reach it by more imports, then the
+rest of tests/ROOM. Within each of these, the room's own files and small ones go first. Tests marked
+slow follow after all others. A test that fails is run once more on the unchanged code, and left out
+if it fails there, too.
 
-- --seconds: run only the first tests that together take that long. A survivor is then a survivor of
-  those, and the score is a lower bound.
-- --tests: run other tests than the room's, such as `--tests tests/learner tests/engine`.
-- --survivors: plant only the survivors of an earlier --json, of the same commit and room. This
-  tries the mutations that a room's tests missed on the rest of the suite.
+- --seconds: processor time of tests per mutation, imports included. A survivor is a survivor of
+  these seconds, and the score is a lower bound.
 - --json: save the outcomes, of any seeds; the same command continues from them.
 
-A mutation may change nothing that the code does, so not every survivor is a gap: read them. Tests
-over the time limit count as a catch and are listed separately.
+A mutation may change nothing that the code does, so not every survivor is a gap: read them. A test
+that takes longer than `TEST_SECONDS` counts as a catch and is listed separately.
 
 Exit status: 0 all caught, 1 some not.
 """
 
 import argparse
+import ast
 import contextlib
-import itertools
+import functools
 import json
 import math
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from calls import Calls
 from mutations import Mutation, draw
 
-SCRIPTS = Path(__file__).resolve().parent
-ROOT = SCRIPTS.parent
+ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ("configs", "quant", "rollout", "learner", "sync", "qarl")
 FORKS = multiprocessing.get_context("forkserver")
 THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 LIBRARIES = ("torch", "transformers", "vllm", "datasets", "hypothesis")
 """Libraries imported once, which takes 15 s.
 
-Every mutation's tests run in a fork of the process that has imported them.
+Every file of tests runs in a fork of the process that has imported them.
 """
+TEST_SECONDS = 300
+"""Upper bound on one test's wall time."""
+FILE_SECONDS = 1800
+"""Upper bound on the wall time of a file of tests, for code that hangs beyond pytest's reach."""
+LATE = "time limit"
 
 
 @dataclass(frozen=True)
@@ -67,249 +68,200 @@ class Outcome:
 
     mutation: Mutation
     caught_by: str
-    """The first failing test, "time limit", or "" for a survivor."""
+    """The first failing test, followed by `LATE` if it took too long; "" for a survivor."""
     tests: int
-    """Number of tests that ran the function."""
+    """Number of tests that ran."""
+    cpu_seconds: float
+    """Processor time of these tests."""
     seconds: float
+    """Wall time."""
 
 
-class Recorder:
-    """Plugin of pytest that records passing tests.
+class Watch:
+    """Plugin of pytest that counts tests, notes the first failure and stops when time is up.
 
-    For each it records its seconds and the functions of ours that it ran, in child processes too.
-    Functions that a fixture of a module or session ran belong to every test that uses the fixture.
+    seconds: processor time that this process and its children may take.
     """
 
-    def __init__(self, calls: Calls) -> None:
-        self.tests: dict[str, dict[str, Any]] = {}
-        self._calls = calls
-        self._now = set[str]()
-        self._fixtures = dict[str, set[str]]()
-        self._passed = False
-        self._sharing = set[str]()
+    def __init__(self, seconds: float) -> None:
+        self.tests = 0
+        self.failed = ""
+        self._seconds = seconds
 
-    @pytest.hookimpl(wrapper=True)
-    def pytest_fixture_setup(self, fixturedef: Any) -> Iterator[None]:
-        """Record the functions that a fixture of several tests ran."""
-        before = self._now | self._calls.taken()
-        self._now = set()
-        result = yield
-        self._now |= self._calls.taken()
-        if fixturedef.scope in ("class", "module"):
-            self._sharing.add(fixturedef.baseid)
-        if fixturedef.scope != "function":
-            self._fixtures.setdefault(fixturedef.argname, set()).update(self._now)
-        self._now |= before
-        return result
-
-    @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
-        """Watch one test, including its fixtures."""
-        self._now = set()
-        self._passed = True
-        started = time.monotonic()
-        self._calls.taken()
-        result = yield
-        self._now |= self._calls.taken()
-        shared = [self._fixtures.get(name, set()) for name in item.fixturenames]
-        if self._passed:
-            ran = sorted(self._now.union(*shared))
-            self.tests[item.nodeid] = {
-                "seconds": time.monotonic() - started,
-                "functions": ran,
-            }
-        return result
-
-    def pytest_sessionfinish(self) -> None:
-        """Mark the tests whose file keeps its order; only now are these files known."""
-        for name, test in self.tests.items():
-            test["together"] = name.partition("::")[0] in self._sharing
+    def pytest_collectreport(self, report: Any) -> None:
+        """Note a file that cannot be imported."""
+        if report.failed:
+            self.failed = self.failed or report.nodeid
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Note whether the test passed, because skipped and failing tests catch nothing."""
-        self._passed &= report.passed
+        """Note the first test that fails, and whether it took too long."""
+        self.tests += report.when == "call"
+        if report.failed and not self.failed:
+            late = f" {LATE}" if "from pytest-timeout" in report.longreprtext else ""
+            self.failed = f"{report.nodeid}{late}"
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
+        """Stop after the test that used up the time."""
+        result = yield
+        if cpu_seconds() > self._seconds:
+            item.session.shouldstop = "the seconds are used up"
+        return result
 
 
-def record(
-    paths: list[str],
-    clone: Path,
-) -> dict[str, dict[str, Any]]:
-    """Run these tests on the unchanged code, one file at a time, and return what each ran."""
-    tests: dict[str, dict[str, Any]] = {}
-    for path in paths:
-        file = clone / path.partition("::")[0]
-        for one in sorted(file.rglob("test_*.py")) if file.is_dir() else [path]:
-            ran = clone / "ran.json"
-            ran.unlink(missing_ok=True)
-            process = FORKS.Process(target=_pytest, args=(clone, [str(one)], ran))
-            process.start()
-            process.join()
-            last_line = (clone / "output.txt").read_text().splitlines()[-1]
-            print(last_line, one, flush=True)
-            tests |= json.loads(ran.read_text())
-    return tests
+def cpu_seconds() -> float:
+    """Return the processor time of this process and of its children that have ended, in seconds."""
+    whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    usages = [resource.getrusage(who) for who in whose]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
-def run(
-    mutation: Mutation, clone: Path, tests: dict[str, dict[str, Any]], seconds: float
-) -> Outcome:
-    """Plant a mutation, run its tests, and remove it again.
+class Runner:
+    """Runs files of tests in a clone, on sound and on changed code."""
 
-    seconds: upper bound on the recorded seconds of the tests tried.
-    """
-    file = clone / mutation.file
-    started = time.monotonic()
-    key = f"{mutation.file}:{mutation.function}"
-    near = [name for name in tests if key in tests[name]["functions"]]
-    tiers = [near, running([mutation.file], tests)]
-    if not near:
-        tiers += [running(importers(mutation.file, clone), tests), list(tests)]
-    sound = file.read_bytes()
-    file.write_bytes(mutation.planted(sound))
-    try:
-        chosen = in_turn(tiers, tests)
-        ends = itertools.accumulate(tests[name]["seconds"] for name in chosen)
-        in_time = [name for name, end in zip(chosen, ends, strict=True) if end <= seconds]
-        caught = failing(in_time or chosen[:1], clone, tests)
-    finally:
-        file.write_bytes(sound)
-    return Outcome(mutation, caught, len(near), round(time.monotonic() - started, 1))
+    def __init__(self, clone: Path, seconds: float) -> None:
+        self._clone = clone
+        self._seconds = seconds
+        self._unsound = set[str]()
+        """Tests that fail on the unchanged code."""
 
+    def run(self, mutation: Mutation, room: str) -> Outcome:
+        """Plant a mutation, run its tests until one fails or time is up, and remove it again."""
+        file = self._clone / mutation.file
+        sound = file.read_bytes()
+        started = time.monotonic()
+        tests = 0
+        seconds = 0.0
+        caught = ""
+        ranked = ranked_tests(mutation, room, self._clone)
+        turns = [(path, mark) for mark in ("not slow", "slow") for path in ranked]
+        while turns and not caught and seconds < self._seconds:
+            path, mark = turns[0]
+            file.write_bytes(mutation.planted(sound))
+            try:
+                ran = self._pytest([path, "-m", mark], self._seconds - seconds)
+            finally:
+                file.write_bytes(sound)
+            tests += ran["tests"]
+            seconds += ran["cpu_seconds"]
+            if ran["failed"] and not self._is_sound(ran["failed"]):
+                self._unsound.add(ran["failed"])
+                continue  # the same file, without that test
+            caught = ran["failed"]
+            turns.pop(0)
+        wall = time.monotonic() - started
+        return Outcome(mutation, caught, tests, round(seconds, 1), round(wall, 1))
 
-def running(
-    files: list[str],
-    tests: dict[str, dict[str, Any]],
-) -> list[str]:
-    """Return the tests that ran a function of these files."""
-    starts = tuple(f"{file}:" for file in files)
-    return [
-        name
-        for name, test in tests.items()
-        if any(ran.startswith(starts) for ran in test["functions"])
-    ]
+    def _is_sound(self, failed: str) -> bool:
+        """Return whether a test passes, or a file is collected, on the unchanged code."""
+        name = failed.removesuffix(f" {LATE}")
+        collect = [] if "::" in name else ["--collect-only"]
+        return not self._pytest([name, *collect], FILE_SECONDS)["failed"]
 
-
-def importers(file: str, clone: Path) -> list[str]:
-    """Return the files of ours that import this one.
-
-    Their tests run its compiled code, which the record does not show.
-    """
-    package, _, module = file.removesuffix(".py").replace("/", ".").rpartition(".")
-    imported = re.compile(
-        rf"{re.escape(package)}\.{module}\b|from {re.escape(package)} import [^\n]*\b{module}\b"
-    )
-    return [
-        str(path.relative_to(clone))
-        for path in (clone / "qarl").rglob("*.py")
-        if imported.search(path.read_text())
-    ]
-
-
-def in_turn(
-    tiers: list[list[str]],
-    tests: dict[str, dict[str, Any]],
-) -> list[str]:
-    """Return each test once, tier by tier and fastest first.
-
-    The tests of a file that must stay together keep the file's own order. Their total seconds
-    decide their position.
-    """
-    chosen: dict[str, None] = {}
-    for tier in tiers:
-        groups: dict[str, list[str]] = {}
-        for name in tier:
-            group = name.partition("::")[0] if tests[name]["together"] else name
-            groups.setdefault(group, []).append(name)
-        quickest = sorted(
-            groups.values(),
-            key=lambda names: sum(tests[name]["seconds"] for name in names),
+    def _pytest(self, arguments: list[str], seconds: float) -> dict[str, Any]:
+        """Run pytest in a fork of the process with the libraries, and return what `Watch` saw."""
+        answer = self._clone.parent / "answer.json"
+        answer.unlink(missing_ok=True)
+        left_out = [f"--deselect={name.removesuffix(f' {LATE}')}" for name in self._unsound]
+        process = FORKS.Process(
+            target=_run_pytest, args=(self._clone, [*arguments, *left_out], seconds, answer)
         )
-        chosen |= dict.fromkeys(itertools.chain(*quickest))
-    return list(chosen)
+        process.start()
+        try:
+            process.join(FILE_SECONDS)
+            late = process.is_alive()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid or 0, signal.SIGKILL)  # the process, and all that it started
+            process.join()
+        if answer.exists():
+            return json.loads(answer.read_text())
+        name = f"{arguments[0]} {LATE}" if late else arguments[0]
+        return {"tests": 0, "failed": name, "cpu_seconds": 0.0}  # killed, or ended by the fault
 
 
-def failing(
-    names: list[str],
-    clone: Path,
-    tests: dict[str, dict[str, Any]],
-) -> str:
-    """Return the first of these tests that fails, or "" if all pass.
-
-    Each file that keeps its order gets a process of its own, because a process has one engine.
-    """
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        group = name.partition("::")[0] if tests[name]["together"] else ""
-        groups.setdefault(group, []).append(name)
-    failures = (_failing(group, clone, tests) for group in groups.values())
-    # a generator: groups after the first failure are not run
-    return next(filter(None, failures), "")
-
-
-def _failing(
-    names: list[str],
-    clone: Path,
-    tests: dict[str, dict[str, Any]],
-) -> str:
-    output = clone / "output.txt"
-    process = FORKS.Process(target=_pytest, args=(clone, names))
-    process.start()
-    try:
-        process.join(120 + 4 * sum(tests[name]["seconds"] for name in names))
-        late = process.is_alive()
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid or 0, signal.SIGKILL)  # the process, and all that it started
-        process.join()
-    if late:
-        return "time limit"
-    failed = [
-        text for text in output.read_text().splitlines() if text.startswith(("FAILED ", "ERROR "))
-    ]
-    if failed:
-        return failed[0].split(" - ")[0].partition(" ")[2]
-    if process.exitcode == 1:  # pytest prints a failure with this status
-        raise RuntimeError(f"the tests did not run, {output}:\n{output.read_text()[-2000:]}")
-    return f"exit status {process.exitcode}" if process.exitcode else ""
-
-
-def _pytest(clone: Path, names: list[str], ran: Path | None = None) -> None:
-    """Run pytest in a fork of a process that has imported the libraries, but no module of ours.
-
-    ran: file for the record of what each test ran.
-    """
+def _run_pytest(clone: Path, arguments: list[str], seconds: float, answer: Path) -> None:
+    """Run pytest in a process that has imported the libraries, but no module of ours."""
     os.setsid()
     os.chdir(clone)
     os.environ.update(alone(clone))
     sys.path.insert(0, str(clone))
     sys.dont_write_bytecode = True
-    file = os.open(clone / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    file = os.open(clone.parent / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    calls = Calls(clone.resolve(), clone.parent / "called")
-    if ran:
-        calls.watch()
-        start = (
-            f"from calls import Calls\nCalls({str(calls.root)!r}, {str(calls.file)!r}).watch()\n"
-        )
-        (clone.parent / "sitecustomize.py").write_text(
-            f"import sys; sys.path.append({str(SCRIPTS)!r})\n{start}"
-        )
-        os.environ["PYTHONPATH"] = f"{clone.parent}:{os.environ['PYTHONPATH']}"
-    recorder = Recorder(calls)
-    command = [
-        "-q",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        *(names if ran else ["-x", *names]),
-    ]
-    status = pytest.main(command, plugins=[recorder] if ran else [])
-    if ran:
-        ran.write_text(json.dumps(recorder.tests))
+    watch = Watch(seconds)
+    options = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", f"--timeout={TEST_SECONDS}"]
+    pytest.main([*options, *arguments], plugins=[watch])
+    seen = {"tests": watch.tests, "failed": watch.failed, "cpu_seconds": cpu_seconds()}
+    answer.write_text(json.dumps(seen))
     sys.stdout.flush()
-    os._exit(status)
+    os._exit(0)
+
+
+def ranked_tests(mutation: Mutation, room: str, clone: Path) -> list[str]:
+    """Return the files of tests that may see a mutation, the likeliest first."""
+    file = Path(mutation.file)
+    distances = import_distances(file, clone)
+    about = re.compile(rf"(^|_)({file.stem.strip('_')}|{file.parent.name})(_|s?$)")
+    names = [name.strip("_") for name in mutation.function.split(".") if name != "__init__"]
+    named = re.compile(r"\b(" + "|".join(names) + r")\b" if names else "(?!)")
+    ranks: list[tuple[float, bool, int, str]] = []
+    for path in (clone / "tests").rglob("test_*.py"):
+        test = path.relative_to(clone)
+        if test.parent.name == "gpu":
+            continue
+        source = path.read_text()
+        distance = distances.get(str(test), math.inf)
+        in_room = test.parent.name == room
+        if distance == 1 and named.search(source):
+            distance = 0
+        elif about.search(test.stem.removeprefix("test_")):
+            distance = 1
+        if in_room or distance < math.inf:
+            ranks.append((distance, not in_room, len(source), str(test)))
+    return [name for *_, name in sorted(ranks)]
+
+
+def import_distances(file: Path, clone: Path) -> dict[str, int]:
+    """Return how many imports lie between a file of ours and each file that reaches it."""
+    distances = {str(file): 0}
+    latest = [file]
+    while latest:
+        modules = {module_name(name) for name in latest}
+        distance = distances[str(latest[0])] + 1
+        latest = [
+            name
+            for name, imported in all_imports(clone).items()
+            if str(name) not in distances and imported & modules
+        ]
+        distances |= dict.fromkeys(map(str, latest), distance)
+    return distances
+
+
+@functools.cache
+def all_imports(clone: Path) -> dict[Path, set[str]]:
+    """Return the modules that each file of ours imports, or names in a string."""
+    imports: dict[Path, set[str]] = {}
+    for path in (*(clone / "qarl").rglob("*.py"), *(clone / "tests").rglob("*.py")):
+        imported = set[str]()
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                imported |= {f"{node.module}.{alias.name}" for alias in node.names}
+                imported.add(node.module or "")
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                parts = node.value.split(".")
+                imported |= {".".join(parts[:count]) for count in range(2, len(parts) + 1)}
+        imports[path.relative_to(clone)] = imported
+    return imports
+
+
+def module_name(file: Path) -> str:
+    """Return the dotted name under which a file is imported."""
+    parts = file.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def alone(clone: Path) -> dict[str, str]:
@@ -336,22 +288,11 @@ def main() -> int:
         "--json", type=Path, help="keep the outcomes here, and go on from what it holds"
     )
     parser.add_argument(
-        "--seconds",
-        type=float,
-        default=math.inf,
-        help="of tests tried on a mutation (default: all)",
-    )
-    parser.add_argument("--tests", nargs="+", help="files or folders instead of tests/ROOM")
-    parser.add_argument(
-        "--survivors",
-        type=Path,
-        metavar="JSON",
-        help="plant what survived there, drawing nothing",
+        "--seconds", type=float, default=90, help="processor time of tests per mutation (90)"
     )
     options = parser.parse_args()
     # SIGTERM then raises, so that the processes started here are ended too
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    paths = options.tests or [f"tests/{options.room}"]
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"],
         cwd=ROOT,
@@ -359,20 +300,13 @@ def main() -> int:
         capture_output=True,
         text=True,
     ).stdout
-    same = {"commit": commit.strip(), "room": options.room, "tests": paths}
+    same = {"commit": commit.strip(), "room": options.room, "seconds": options.seconds}
     saved: dict[str, Any] = {**same, "outcomes": []}
     if options.json and options.json.exists():
         saved = json.loads(options.json.read_text())
     if {name: saved.get(name) for name in same} != same:
         parser.error(
-            f"{options.json} holds outcomes of another commit, room or tests; name another file"
-        )
-    earlier: dict[str, Any] = {**same, "outcomes": []}
-    if options.survivors:
-        earlier = json.loads(options.survivors.read_text())
-    if any(earlier[name] != same[name] for name in ("commit", "room")):
-        parser.error(
-            f"{options.survivors} holds survivors of another commit or room; check that commit out"
+            f"{options.json} holds outcomes of another commit, room or seconds; name another file"
         )
     # not at the top: forks run the top of this file, and must import the clone's qarl
     from qarl.cli.environment import quiet_libraries
@@ -383,20 +317,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutate-") as scratch:
         clone = Path(scratch) / "clone"
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
-        if "ran" not in saved:
-            saved["ran"] = record(paths, clone)
         drawn = [
             asdict(mutation) for mutation in draw(options.room, options.count, options.seed, clone)
         ]
-        if options.survivors:
-            drawn = [
-                outcome["mutation"] for outcome in earlier["outcomes"] if not outcome["caught_by"]
-            ]
+        runner = Runner(clone, options.seconds)
         for mutation in drawn:
             if all(outcome["mutation"] != mutation for outcome in saved["outcomes"]):
-                saved["outcomes"].append(
-                    asdict(run(Mutation(**mutation), clone, saved["ran"], options.seconds))
-                )
+                outcome = runner.run(Mutation(**mutation), options.room)
+                saved["outcomes"].append(asdict(outcome))
                 print(line(saved["outcomes"][-1]), flush=True)
             if options.json:
                 options.json.write_text(json.dumps(saved, indent=1) + "\n")
@@ -418,14 +346,14 @@ def line(outcome: dict[str, Any]) -> str:
     )
     return (
         f"{mutation['file']}:{mutation['line']}  {before}  →  {after}  [{verdict},"
-        f" {outcome['seconds']} s]"
+        f" {outcome['cpu_seconds']} s of {outcome['seconds']}]"
     )
 
 
 def report(outcomes: list[dict[str, Any]], room: str) -> int:
     """Print survivors, time limits and the score; return 1 if a mutation survived."""
     survivors = [outcome for outcome in outcomes if not outcome["caught_by"]]
-    late = [outcome for outcome in outcomes if outcome["caught_by"] == "time limit"]
+    late = [outcome for outcome in outcomes if outcome["caught_by"].endswith(LATE)]
     for title, some in (
         ("survivors", survivors),
         ("caught by the time limit alone", late),
