@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Plant random small faults in a room's code, one at a time, and count those that its tests catch.
+"""Plant random small faults in rooms' code, one at a time, and count those that tests catch.
 
-    scripts/mutate.py --room learner --count 100 --seed 1 [--json FILE] [--seconds S]
+    scripts/mutate.py --rooms learner quant --count 100 --seed 1 [--json FILE] [--seconds S]
 
 A mutation changes one comparison, constant, operator, min or max, or drops one statement. It is
 drawn from the syntax tree of HEAD: a seed draws the same mutations from the same commit. Each is
@@ -16,6 +16,7 @@ if it fails there, too.
 
 - --seconds: processor time of tests per mutation, imports included. A survivor is a survivor of
   these seconds, and the score is a lower bound.
+- --count: mutations of each room. Rooms take turns.
 - --json: save the outcomes, of any seeds; the same command continues from them.
 
 A mutation may change nothing that the code does, so not every survivor is a gap: read them. A test
@@ -39,6 +40,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,6 +69,7 @@ LATE = "time limit"
 class Outcome:
     """Outcome of one mutation."""
 
+    room: str
     mutation: Mutation
     caught_by: str
     """The first failing test, followed by `LATE` if it took too long; "" for a survivor."""
@@ -150,7 +154,7 @@ class Runner:
             caught = ran["failed"]
             turns.pop(0)
         wall = time.monotonic() - started
-        return Outcome(mutation, caught, tests, round(seconds, 1), round(wall, 1))
+        return Outcome(room, mutation, caught, tests, round(seconds, 1), round(wall, 1))
 
     def _is_sound(self, failed: str) -> bool:
         """Return whether a test passes, or a file is collected, on the unchanged code."""
@@ -281,7 +285,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--room", required=True, choices=ROOMS)
+    parser.add_argument("--rooms", nargs="+", default=ROOMS, choices=ROOMS, metavar="ROOM")
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
@@ -300,13 +304,13 @@ def main() -> int:
         capture_output=True,
         text=True,
     ).stdout
-    same = {"commit": commit.strip(), "room": options.room, "seconds": options.seconds}
+    same = {"commit": commit.strip(), "seconds": options.seconds}
     saved: dict[str, Any] = {**same, "outcomes": []}
     if options.json and options.json.exists():
         saved = json.loads(options.json.read_text())
     if {name: saved.get(name) for name in same} != same:
         parser.error(
-            f"{options.json} holds outcomes of another commit, room or seconds; name another file"
+            f"{options.json} holds outcomes of another commit or other seconds; name another file"
         )
     # not at the top: forks run the top of this file, and must import the clone's qarl
     from qarl.cli.environment import quiet_libraries
@@ -317,21 +321,33 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="mutate-") as scratch:
         clone = Path(scratch) / "clone"
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
-        drawn = [
-            asdict(mutation) for mutation in draw(options.room, options.count, options.seed, clone)
-        ]
         runner = Runner(clone, options.seconds)
-        for mutation in drawn:
-            if all(outcome["mutation"] != mutation for outcome in saved["outcomes"]):
-                outcome = runner.run(Mutation(**mutation), options.room)
-                saved["outcomes"].append(asdict(outcome))
-                print(line(saved["outcomes"][-1]), flush=True)
+        outcomes: list[dict[str, Any]] = []
+        for room, mutation in in_turn(options.rooms, options.count, options.seed, clone):
+            earlier = [
+                outcome for outcome in saved["outcomes"] if outcome["mutation"] == asdict(mutation)
+            ]
+            if earlier:
+                outcomes += earlier
+                continue
+            outcome = asdict(runner.run(mutation, room))
+            print(line(outcome), flush=True)
+            outcomes.append(outcome)
+            saved["outcomes"].append(outcome)
             if options.json:
                 options.json.write_text(json.dumps(saved, indent=1) + "\n")
-    return report(
-        [outcome for outcome in saved["outcomes"] if outcome["mutation"] in drawn],
-        options.room,
-    )
+    return report(outcomes)
+
+
+def in_turn(
+    rooms: Sequence[str], count: int, seed: int, clone: Path
+) -> Iterator[tuple[str, Mutation]]:
+    """Yield each room's mutations, one of every room before the second of any."""
+    drawn = {room: draw(room, count, seed, clone) for room in rooms}
+    for index in range(count):
+        for room, mutations in drawn.items():
+            if index < len(mutations):
+                yield room, mutations[index]
 
 
 def line(outcome: dict[str, Any]) -> str:
@@ -350,8 +366,8 @@ def line(outcome: dict[str, Any]) -> str:
     )
 
 
-def report(outcomes: list[dict[str, Any]], room: str) -> int:
-    """Print survivors, time limits and the score; return 1 if a mutation survived."""
+def report(outcomes: list[dict[str, Any]]) -> int:
+    """Print survivors, time limits and each room's score; return 1 if a mutation survived."""
     survivors = [outcome for outcome in outcomes if not outcome["caught_by"]]
     late = [outcome for outcome in outcomes if outcome["caught_by"].endswith(LATE)]
     for title, some in (
@@ -363,7 +379,10 @@ def report(outcomes: list[dict[str, Any]], room: str) -> int:
             *(f"  {line(outcome)}" for outcome in some),
             sep="\n",
         )
-    print(f"\n{room}: {len(outcomes) - len(survivors)} of {len(outcomes)} caught")
+    caught = Counter(outcome["room"] for outcome in outcomes if outcome["caught_by"])
+    print()
+    for room, count in Counter(outcome["room"] for outcome in outcomes).items():
+        print(f"{room}: {caught[room]} of {count} caught")
     return 1 if survivors else 0
 
 
