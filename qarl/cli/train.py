@@ -2,6 +2,8 @@
 
 import argparse
 import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -66,33 +68,55 @@ def add_train(commands: Any) -> None:
     train.set_defaults(run=_train)
 
 
+@dataclass(frozen=True)
+class _Command:
+    """What one command trains, and how it would be written with every choice made."""
+
+    config: RunConfig
+    """The configuration with the choices."""
+    file: str | None
+    """Value of --config: the user's, or the name of the recipe that was chosen."""
+    overrides: Mapping[str, str]
+    """Dotted path → value of the fields given as options, and of those that were chosen."""
+    processes: int | None
+    """Value of --processes. None: not given, and none was chosen."""
+    arguments: Sequence[str]
+    """The command line."""
+
+
 @interruptible()
 def _train(known: argparse.Namespace, console: Console) -> int:
     requested, folder = _configuration(known, known.overrides)
-    config = requested
+    command = _Command(
+        requested, known.config, known.overrides, known.processes, tuple(known.arguments)
+    )
     machine = this_machine()
     console.quiet = rank() > 0  # of several processes only the first prints
     # processes that --processes started must not choose again: their parent has chosen
-    if folder is None and not (launched() and known.processes):
-        config = _choose(known, config, machine, console)
+    if folder is None and not (launched() and command.processes):
+        command = _choose(command, machine, console, "# " if known.dry_run else "")
     if known.dry_run:
-        return _show(config, known.processes or 1, folder is None, console)
-    if folder is not None and is_finished(folder, config):
-        return _say_finished(folder, config, console)
-    launching = known.processes not in (None, 1) and not launched()
+        return _show(command.config, command.processes or 1, folder is None, console)
+    if folder is not None and is_finished(folder, command.config):
+        return _say_finished(folder, command.config, console)
+    launching = command.processes not in (None, 1) and not launched()
     console.quiet = console.quiet or launching
-    _say_begun(known, config, console)
+    _say_begun(command, console, new=folder is None)
     # now, because checking the input may import them, in a user's reward
-    quiet_libraries(config.learner.compile is True)
-    options = known.overrides if folder is None else {"resume": known.resume}
+    quiet_libraries(command.config.learner.compile is True)
     config = plan_memory(
-        config, known.processes, options, known.config, partial(say, console), machine
+        command.config,
+        command.processes,
+        command.overrides if folder is None else {"resume": known.resume},
+        command.file,
+        partial(say, console),
+        machine,
     )
     if launching:
-        return _launch(known, config, folder is None)
-    if launched() and known.processes not in (None, world_size()):
+        return _launch(command, config, folder is None)
+    if launched() and command.processes not in (None, world_size()):
         raise ConfigError(
-            f"--processes {known.processes}, but the launcher started {world_size()}; omit it"
+            f"--processes {command.processes}, but the launcher started {world_size()}; omit it"
         )
     return _run(config, requested, folder, console, known.allow_changed_inputs)
 
@@ -119,18 +143,21 @@ def _say_finished(folder: RunFolder, config: RunConfig, console: Console) -> int
     return 0
 
 
-def _say_begun(known: argparse.Namespace, config: RunConfig, console: Console) -> None:
+def _say_begun(command: _Command, console: Console, new: bool) -> None:
     """Print what is trained. If a model was given without a configuration file, also print that the
     paper's settings and task apply.
+
+    new: whether no run is continued.
     """
+    config = command.config
     say(
         console,
         f"qarl {VERSION}: {config.model}, {config.scheme}, {config.dtype}, {config.steps} steps",
     )
     file = default_config(config.model)
     if (
-        known.config is None
-        and known.resume is None
+        command.file is None
+        and new
         and config.from_rollouts is None
         and file.parent.name == "paper"
     ):
@@ -141,39 +168,43 @@ def _say_begun(known: argparse.Namespace, config: RunConfig, console: Console) -
         )
 
 
-def _launch(known: argparse.Namespace, config: RunConfig, new: bool) -> int:
+def _launch(command: _Command, config: RunConfig, new: bool) -> int:
     """Check the input here, then run the same command in several processes of this machine.
 
-    new: whether the run's folder is to be made.
+    config: the configuration with all choices made. new: whether the run's folder is to be made.
     """
     check_files(config, new)
     from qarl.cli.launch import check_count, launch
 
-    check_count(known.processes)
-    check_processes(config, known.processes)
-    return launch(known.arguments, known.processes)
+    assert command.processes is not None
+    check_count(command.processes)
+    check_processes(config, command.processes)
+    return launch(command.arguments, command.processes)
 
 
-def _choose(
-    known: argparse.Namespace, config: RunConfig, machine: Machine, console: Console
-) -> RunConfig:
-    """Return the configuration with a choice of how to use this machine's GPUs, unless that was
-    given. The choice is printed, and added to the command that starts other processes.
+def _choose(command: _Command, machine: Machine, console: Console, before: str) -> _Command:
+    """Return the command with a choice of how to use this machine's GPUs, unless that was given.
+
+    The choice is printed. before: what each of its lines begins with.
     """
-    processes = known.processes
-    local_processes = None
-    if launched():
-        processes = world_size()
-        local_processes = local_world_size()
-    choice = choose(config, known.overrides, known.config, processes, machine, local_processes)
+    processes = world_size() if launched() else command.processes
+    local_processes = local_world_size() if launched() else None
+    choice = choose(
+        command.config, command.overrides, command.file, processes, machine, local_processes
+    )
     for line in choice.words:
-        say(console, f"{'# ' if known.dry_run else ''}chosen: {line}")
-    known.arguments = [*known.arguments, *choice.arguments(known.config)]
-    known.overrides = choice.overrides(known.overrides)
-    known.config = choice.file
-    if choice.processes > 1 and local_processes is None:
-        known.processes = choice.processes
-    return chosen_config(known.config, known.overrides) if choice.words else config
+        say(console, f"{before}chosen: {line}")
+    if not choice.words:
+        return command
+    overrides = choice.overrides(command.overrides)
+    starts_more = choice.processes > 1 and not launched()
+    return _Command(
+        config=chosen_config(choice.file, overrides),
+        file=choice.file,
+        overrides=overrides,
+        processes=choice.processes if starts_more else command.processes,
+        arguments=(*command.arguments, *choice.arguments(command.file)),
+    )
 
 
 def _configuration(

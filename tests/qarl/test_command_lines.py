@@ -4,7 +4,6 @@ Which options there are is held to docs/reference/ (test_docs.py), what `--help`
 test_help.py. Here stands the parsing, and tables that commands print.
 """
 
-import argparse
 import shlex
 from typing import Any
 from unittest.mock import patch
@@ -376,9 +375,9 @@ def test_a_run_says_where_its_settings_are_from(
     capsys: pytest.CaptureFixture[str],
 ):
     config = load_config(default_config(model), {"model": model, "task.name": task})
-    options = argparse.Namespace(config=file, resume=resume)
+    command = cli._Command(config=config, file=file, overrides={}, processes=None, arguments=())
     with patch.object(cli, "VERSION", "1.0"):
-        cli._say_begun(options, config, Console(width=100))
+        cli._say_begun(command, Console(width=100), new=resume is None)
     first, *rest = capsys.readouterr().out.splitlines()
     assert first == f"qarl 1.0: {model}, w4a16, bfloat16, {config.steps} steps"
     assert rest == more
