@@ -8,7 +8,7 @@ the schema's.
 import argparse
 import shutil
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin
@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin
 import yaml
 
 from qarl.cli.options import text_width
-from qarl.cli.parser import PrintAndExit
+from qarl.cli.parser import FieldOption, PrintAndExit
 from qarl.configs.flags import FLAGS
 from qarl.configs.load import (
     choice_sections,
@@ -81,7 +81,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     `--help-all` lists the rest.
     """
     parser.set_defaults(fields=True)
-    defaults = default_values()
     parser.add_argument(
         "--help-all",
         action=PrintAndExit,
@@ -89,32 +88,30 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="Print every field with its default, and exit.",
     )
     for title, names in GROUPS.items():
-        add_group(parser, title, names, defaults)
+        add_group(parser, title, names, default_values)
 
 
 def add_group(
     parser: argparse.ArgumentParser,
     title: str,
     names: Sequence[str],
-    defaults: Mapping[str, Any],
+    defaults: Callable[[], Mapping[str, Any]],
 ) -> None:
     """Add a group of short flags.
 
-    names: keys of `FLAGS`. defaults: dotted path → the default that the help shows.
+    names: keys of `FLAGS`. defaults: returns dotted path → the default that the help shows.
     """
     fields = field_paths()
     group = parser.add_argument_group(title)
     for name in names:
         path = FLAGS[name]
-        default = written(defaults[path])
-        text = describe(path, fields[path])
-        if default:
-            text += f" [{default}]"
         group.add_argument(
             f"--{name}",
+            action=FieldOption,
+            shown_default=lambda path=path: written(defaults()[path]),
             metavar=metavar(path, fields[path]),
             dest=f"short:{path}",
-            help=text.replace("%", "%%"),
+            help=describe(path, fields[path]).replace("%", "%%"),
         )
 
 

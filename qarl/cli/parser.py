@@ -134,8 +134,13 @@ def _name(action: argparse.Action) -> str | None:
 
 class _Formatter(argparse.HelpFormatter):
     """Formatter that breaks lines only between words. argparse would break `--max-model-len` at a
-    hyphen.
+    hyphen. The help of a `FieldOption` ends with its default.
     """
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text = super()._get_help_string(action)
+        default = action.shown_default() if isinstance(action, FieldOption) else ""
+        return f"{text} [{default.replace('%', '%%')}]" if default else text
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(
@@ -168,6 +173,18 @@ class _Once(argparse.Action):
             )
         seen.add(self.dest)
         setattr(namespace, self.dest, values)
+
+
+class FieldOption(_Once):
+    """Action of a field's short flag.
+
+    shown_default: returns the default as text. It is called only when the help is shown, because
+    the shipped configuration must be read for it.
+    """
+
+    def __init__(self, *arguments: Any, shown_default: Callable[[], str], **settings: Any):
+        super().__init__(*arguments, **settings)
+        self.shown_default = shown_default
 
 
 class PrintAndExit(argparse.Action):

@@ -3,7 +3,8 @@
 import argparse
 import shlex
 from argparse import ArgumentTypeError
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import cache
 from math import ceil
 from typing import Any
 
@@ -75,13 +76,18 @@ def add_sft(commands: Any) -> None:
     )
     add_count(data, "--epochs", "Passes over the pairs. [1]")
     add_count(data, "--steps", "Number of steps, instead of --epochs.")
-    defaults = leaf_values(sft_config("pairs.jsonl", {}))
     for title, names in _GROUPS.items():
-        add_group(parser, title, names, defaults)
+        add_group(parser, title, names, _default_values)
     written = parser.add_argument_group("where it is written")
     text = "Folder to create. Default: runs/MODEL-SCHEME-sft-TIME."
     written.add_argument("--output", dest="short:output", metavar="DIR", help=text)
     parser.set_defaults(run=_sft, fields=True)
+
+
+@cache
+def _default_values() -> Mapping[str, Any]:
+    """Return dotted path → value of every field of a fine-tuning without options."""
+    return leaf_values(sft_config("pairs.jsonl", {}))
 
 
 def fraction(text: str) -> float:

@@ -13,6 +13,8 @@ def check_prompts(config: RunConfig, task: Task, architecture: Architecture) -> 
     template that does not work, `ConfigError` for a prompt that is too long, `TaskError` if no
     question is short enough.
     """
+    # A local folder was checked before torch was imported (`qarl.preflight.files`); an embedded
+    # model's and a hub snapshot exist only now.
     check_folder(architecture.folder, config.rollout.longest)
     inputs = open_inputs(config, task, architecture)
     splits: tuple[Split, ...] = ("train", "heldout") if config.eval.problems else ("train",)

@@ -4,6 +4,7 @@ show them.
 
 import io
 import sys
+from unittest.mock import Mock
 
 import pytest
 
@@ -42,6 +43,14 @@ def test_help_has_the_default_commands_defaults_and_every_short_flag_in_one_grou
     assert f"--steps N {described} [{steps}]" in text
     assert "[tiny-qwen3]" in text
     assert all(name in text for name in ("tbpo", "sapo", "pg_seq_is")), "the objectives are named"
+
+
+def test_a_command_does_not_read_the_defaults_that_only_its_help_shows(monkeypatch, capsys):
+    unread = Mock(side_effect=AssertionError("read for a help that is not shown"))
+    monkeypatch.setattr("qarl.cli.help.default_values", unread)
+    monkeypatch.setattr("qarl.cli.sft._default_values", unread)
+    assert main(["train", "--dry-run"]) == 0
+    assert "model: tiny-qwen3" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
