@@ -3,13 +3,13 @@
 Imports nothing, so that reading a reason's name costs nothing.
 """
 
-from itertools import product
+import itertools
 
 CLIP_REASONS = (
     "none",
     *(
         f"{kind}A {sign} 0 {side}"
-        for kind, sign, side in product(("", "sequence, "), "><", ("above", "below"))
+        for kind, sign, side in itertools.product(("", "sequence, "), "><", ("above", "below"))
     ),
     "corrected",
 )

@@ -299,10 +299,10 @@ def layer_errors(
             output: torch.Tensor,
         ) -> None:
             values = dequantized.multiplied(name, *inputs)
-            product = aligned.multiplied(name, *inputs)
+            aligned_output = aligned.multiplied(name, *inputs)
             squares = [
                 _square(output - values),
-                _square(values - product),
+                _square(values - aligned_output),
                 _square(output),
                 _square(values),
             ]

@@ -8,9 +8,9 @@ Options given on the command line or in the user's file stay as they are. Change
 length or of what is trained (LoRA) are proposed, never chosen.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
-from itertools import compress, product
 
 from pydantic import ValidationError
 
@@ -350,8 +350,8 @@ def smallest_fit(
     possible = _changes(plan.config, machine, processes)
     changes = [change for change in possible if allowed(change.fields.keys())]
     # At most ten changes apply, so that all of their subsets can be tried.
-    masks = product((False, True), repeat=len(changes))
-    subsets = [list(compress(changes, mask)) for mask in masks]
+    masks = itertools.product((False, True), repeat=len(changes))
+    subsets = [list(itertools.compress(changes, mask)) for mask in masks]
     for subset in sorted(subsets, key=_total_cost):
         candidate = _changed(plan, subset, machine, processes)
         if candidate is not None and candidate.fraction <= 1 - SPARE and not candidate.lacks_host:

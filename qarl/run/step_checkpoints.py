@@ -15,7 +15,7 @@ from qarl.run.inputs import InputDigests
 from qarl.run.policy import TrainingPolicy
 from qarl.run.rollouts import Rollouts
 from qarl.run.session import Position
-from qarl.run.verify_export import write_export
+from qarl.run.verify_export import export_policy
 
 
 class StepCheckpoints:
@@ -54,7 +54,7 @@ class StepCheckpoints:
             self._best = measured.score
             best = self._folder.export.with_name("export-best")
             figures = {"heldout_accuracy": measured.accuracy, "heldout_reward": measured.reward}
-            write_export(self._policy, self._config, self._folder, step, best, **figures)
+            export_policy(self._policy, self._config, self._folder, step, best, **figures)
         if step % self._config.checkpoint.every == 0 or step == self._config.steps or stopping:
             self._write(rollouts.position_for_checkpoint())
 

@@ -68,7 +68,7 @@ def export_sampled(
     policy = session.policy
     if steps < config.steps or not config.export:
         return None
-    write_export(policy, config, folder, steps, folder.export)
+    export_policy(policy, config, folder, steps, folder.export)
     sequences = canary_sequences(policy, config)
     if config.rollout.tensor_parallel_size > 1:
         return _one_rank_reference(policy, config, sequences)
@@ -101,7 +101,7 @@ def _one_rank_reference(
     return ExportReference(sequences, logprobs, bound)
 
 
-def write_export(
+def export_policy(
     policy: TrainingPolicy,
     config: RunConfig,
     folder: RunFolder,

@@ -205,8 +205,8 @@ def weight_part(layer: str, kind: Kind, start: int, count: int, model: nn.Module
     identity = torch.zeros((count, columns), dtype=_compute_dtype(model), device=device)
     identity[torch.arange(count), torch.arange(start, start + count)] = 1
     with torch.inference_mode():
-        product = module.quant_method.apply(module, identity, bias=None)
-    return product[:, :rows].T.contiguous().cpu()
+        output = module.quant_method.apply(module, identity, bias=None)
+    return output[:, :rows].T.contiguous().cpu()
 
 
 def probes(width: int) -> torch.Tensor:

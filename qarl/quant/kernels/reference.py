@@ -92,12 +92,15 @@ class ReferenceFactory:
     ) -> ExpertsLoop:
         """Return a layer's experts; see `KernelFactory.experts`."""
 
-        def product(weight: LowBitWeight, bias: torch.Tensor | None) -> SideBySide:
+        def expert_product(weight: LowBitWeight, bias: torch.Tensor | None) -> SideBySide:
             return self.linear(layer, [weight], [bias])
 
         first, second = biases or ([None] * shape.experts,) * 2
         pairs = [
-            (product(expert.gate_up, first[number]), product(expert.down, second[number]))
+            (
+                expert_product(expert.gate_up, first[number]),
+                expert_product(expert.down, second[number]),
+            )
             for number, expert in enumerate(weights.experts)
         ]
         return ExpertsLoop(pairs, shape.activation)

@@ -154,23 +154,23 @@ class LayerContext:
         return replaced(self, _roundings=torch.Generator().manual_seed(seed))
 
     def rounded(
-        self, product: torch.Tensor, scheme: Scheme | None = None, columns: int = 0
+        self, output: torch.Tensor, scheme: Scheme | None = None, columns: int = 0
     ) -> torch.Tensor:
-        """Return a product's results, perturbed inside `other_roundings` and else unchanged.
+        """Return the output of a product, perturbed inside `other_roundings` and else unchanged.
 
         scheme, columns: the product's, as `fp8_sum_error` takes them. None: sums are exact.
         """
         if self._roundings is None:
-            return product
-        drawn = torch.rand(product.shape, generator=self._roundings, dtype=torch.float32)
+            return output
+        drawn = torch.rand(output.shape, generator=self._roundings, dtype=torch.float32)
         # eps is the unit in the last place of a value in [1, 2); half of it rounds away
-        unit = torch.finfo(product.dtype).eps / 2
+        unit = torch.finfo(output.dtype).eps / 2
         if scheme is not None:
             # a uniform number within ±1 has a root mean square of 1 / √3
-            error = fp8_sum_error(scheme, columns, product.device)
+            error = fp8_sum_error(scheme, columns, output.device)
             unit = math.hypot(unit, math.sqrt(3) * error)
-        factor = 1.0 + (2.0 * drawn.to(product.device) - 1.0) * unit
-        return (product.float() * factor).to(product.dtype)
+        factor = 1.0 + (2.0 * drawn.to(output.device) - 1.0) * unit
+        return (output.float() * factor).to(output.dtype)
 
     def one_rank(self) -> AbstractContextManager[None]:
         """Return a context within which layers use kernels of their own, as an engine of one rank

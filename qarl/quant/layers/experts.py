@@ -344,7 +344,7 @@ def _grouped_backward(
         parts.append((part.x, part.weights))
         for dmaster, matrix in zip(dmasters, part.matrices, strict=True):
             if dmaster is not None:
-                dmaster.add_(matrix.product(), alpha=unscale)
+                dmaster.add_(matrix.dense(), alpha=unscale)
         for adapter, dfactor, matrix in zip(experts.adapters, dfactors, part.matrices, strict=True):
             if adapter is not None:
                 a = adapter.lora_A.detach()

@@ -37,8 +37,8 @@ class MatrixGradient:
     ends: torch.Tensor
     """End of each expert's rows, int32 [E]."""
 
-    def product(self) -> torch.Tensor:
-        """Return the gradient of the matrices, bf16 [E, O, I]."""
+    def dense(self) -> torch.Tensor:
+        """Multiply the factors: return the gradient of the matrices, bf16 [E, O, I]."""
         return _outer(self.output, self.input, self.ends)
 
     def factors(
@@ -163,6 +163,6 @@ def _outer(
 
     An expert without rows gets zeros, which torch's documentation does not promise.
     """
-    product = grouped_mm(left.t(), right, offs=ends)
+    outer = grouped_mm(left.t(), right, offs=ends)
     empty = ends == torch.cat((ends.new_zeros(1), ends[:-1]))
-    return product.masked_fill_(empty[:, None, None], 0.0)
+    return outer.masked_fill_(empty[:, None, None], 0.0)

@@ -65,10 +65,10 @@ def fp32_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     # oneDNN has another order for a single row only, which is therefore padded to two. On rows that
     # are not contiguous it takes a thousand times as long.
     rows = x if len(x) > 1 else nn.functional.pad(x, (0, 0, 0, 1))
-    product = torch.ops.mkldnn._linear_pointwise(
+    output = torch.ops.mkldnn._linear_pointwise(
         rows.contiguous(), weight.contiguous(), None, "none", [], ""
     )
-    return product[: len(x)]
+    return output[: len(x)]
 
 
 def decoded(codes: torch.Tensor) -> torch.Tensor:
