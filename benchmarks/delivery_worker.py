@@ -27,7 +27,7 @@ from transformers import PretrainedConfig, Qwen3Config
 from benchmarks.models import END, PAD, qwen3, write_tokenizer
 from benchmarks.publish import moe_config, random_masters
 from qarl.bench.process import answer_line
-from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.schema.rollout import RolloutConfig
 from qarl.learner.optim.rounding import stochastic_round
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel

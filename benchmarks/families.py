@@ -33,7 +33,7 @@ import torch
 from benchmarks.family_commands import print_row, registered, table, through_commands
 from benchmarks.family_models import FAMILIES, write_model
 from qarl.cli.options import json_file, write_json
-from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.schema.rollout import RolloutConfig
 from qarl.learner.batching import Batch, make_batch
 from qarl.learner.logprobs import token_logprobs
 from qarl.learner.mismatch import measure_mismatch

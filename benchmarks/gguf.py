@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl.cli.environment import quiet_libraries
 from qarl.cli.options import write_json
-from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.schema.rollout import RolloutConfig
 from qarl.report.record import record
 from qarl.rollout.open import open_engine
 from qarl.rollout.types import Prompt, Sampling

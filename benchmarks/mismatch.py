@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.schema.rollout import RolloutConfig
 from qarl.learner.batching import make_batch
 from qarl.learner.mismatch import Mismatch, measure_mismatch
 from qarl.learner.processes import Processes

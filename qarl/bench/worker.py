@@ -24,7 +24,7 @@ from qarl.bench.job import PHASES, Answer, Cell, Job
 from qarl.bench.process import WorkerError, answer_line
 from qarl.bench.stopwatch import SynchronizedStopwatch, synchronize
 from qarl.configs.schema.learner import LearnerConfig
-from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.schema.rollout import RolloutConfig
 from qarl.learner.batching import make_batch
 from qarl.learner.learner import Learner
 from qarl.quant.checkpoint.load import load_masters

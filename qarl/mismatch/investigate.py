@@ -19,7 +19,8 @@ import torch
 from transformers import PreTrainedModel
 
 from qarl.configs.schema.learner import LearnerConfig
-from qarl.configs.schema.run import LayerRule, RolloutConfig, RunConfig
+from qarl.configs.schema.rollout import RolloutConfig
+from qarl.configs.schema.run import LayerRule, RunConfig
 from qarl.learner.batching import Batch, make_batch
 from qarl.learner.logprobs import token_logprobs
 from qarl.learner.mismatch import measure_mismatch

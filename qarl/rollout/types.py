@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from qarl.configs.schema.run import EvalConfig, RolloutConfig
+from qarl.configs.schema.rollout import RolloutConfig
+from qarl.configs.schema.run import EvalConfig
 
 LONGEST_PERIOD = 8
 """Tokens of the longest n-gram that counts as a loop if it is repeated."""

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from statistics import fmean
 
-from qarl.configs.schema.run import EvalConfig, RolloutConfig, RunConfig
+from qarl.configs.schema.rollout import RolloutConfig
+from qarl.configs.schema.run import EvalConfig, RunConfig
 from qarl.evaluation.heldout import Heldout
 from qarl.evaluation.results import Evaluation, Question, Result, final_answer
 from qarl.learner.processes import Processes

@@ -10,7 +10,8 @@ from typing import Any
 
 from qarl.configs.errors import ConfigError
 from qarl.configs.load import is_embedded, overridden
-from qarl.configs.schema.run import LONGEST, EvalConfig, RolloutConfig
+from qarl.configs.schema.rollout import LONGEST, RolloutConfig
+from qarl.configs.schema.run import EvalConfig
 from qarl.configs.schema.task import TaskConfig
 from qarl.configs.words import did_you_mean
 from qarl.evaluation.suites import suite_tasks

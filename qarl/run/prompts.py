@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from qarl.configs.errors import ConfigError, ModelError
-from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.schema.rollout import RolloutConfig
 from qarl.configs.schema.task import TaskConfig
 from qarl.configs.words import did_you_mean, quoted
 from qarl.conversations import Rollout, Speaker, converse

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from qarl.configs.schema.run import LONGEST, RunConfig
+from qarl.configs.schema.rollout import LONGEST
+from qarl.configs.schema.run import RunConfig
 from qarl.quant.checkpoint.folder import end_tokens, positions, read_config
 from qarl.rollout.servers.vllm.chat import (
     EngineRequest,

@@ -17,7 +17,8 @@ from qarl.configs.flags import flag_of
 from qarl.configs.load import overridden
 from qarl.configs.schema.base import leaf_values
 from qarl.configs.schema.learner import OptimizerConfig
-from qarl.configs.schema.run import LONGEST, RunConfig
+from qarl.configs.schema.rollout import LONGEST
+from qarl.configs.schema.run import RunConfig
 from qarl.configs.words import quoted
 from qarl.preflight.files import check_named_model, check_new_folder
 from qarl.preflight.schemes import check_schemes

@@ -10,7 +10,7 @@ import torch
 import qarl.rollout.vllm.engine as engines
 from benchmarks.families import measure
 from benchmarks.family_models import write_model
-from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.schema.rollout import RolloutConfig
 from qarl.rollout.engine import EngineError
 from qarl.rollout.types import Prompt, Sampling
 from qarl.rollout.vllm.options import VllmOptions

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
-from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.schema.rollout import RolloutConfig
 from qarl.configs.schema.task import TaskConfig
 from qarl.learner.batching import Batch, make_batch
 from qarl.learner.logprobs import token_logprobs

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.schema.rollout import RolloutConfig
 from qarl.quant.runtime.libraries import ON_CPU
 from qarl.rollout.engine import EngineError
 from qarl.rollout.servers.engine import ServerEngine

@@ -18,7 +18,7 @@ import zmq
 
 from qarl.api.runs import evaluated
 from qarl.configs.load import config_file, load_config
-from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.schema.rollout import RolloutConfig
 from qarl.quant.kernels import vllm_cpu
 from qarl.rollout.servers.vllm.start import free_ports
 from qarl.rollout.types import Prompt, Sampling

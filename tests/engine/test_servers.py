@@ -22,7 +22,7 @@ import psutil
 import pytest
 import torch
 
-from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.schema.rollout import RolloutConfig
 from qarl.quant.delta import DeltaError
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.types import LowBitTensor

@@ -161,7 +161,7 @@ def test_an_engine_that_was_published_to_equals_a_fresh_one(
     freshly loaded engine: bit for bit, or, if sums change their order from call to call, within
     twice the difference between two calls of the fresh engine.
     """
-    from qarl.configs.schema.run import RolloutConfig
+    from qarl.configs.schema.rollout import RolloutConfig
     from qarl.quant.checkpoint.load import load_masters
     from qarl.rollout.vllm.engine import VllmEngine
     from qarl.rollout.vllm.options import VllmOptions

@@ -16,7 +16,7 @@ import torch
 from benchmarks.mismatch import measure
 from qarl.cli.main import main
 from qarl.configs.load import config_file, load_config
-from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.schema.rollout import RolloutConfig
 from qarl.planning.machine import this_machine
 from qarl.planning.memory import LIBRARIES
 from qarl.planning.plan import make_plan

@@ -12,7 +12,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.usage.usage_lib import UsageContext
 
 from qarl.configs.load import load_config
-from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.schema.rollout import RolloutConfig
 from qarl.mismatch import investigate as mismatch
 from qarl.rollout.vllm.options import VllmOptions, llm_arguments
 from tests.support.cuda_platform import CAPABILITIES, stub_cuda

@@ -9,7 +9,7 @@ import pytest
 
 from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.load import load_config
-from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.schema.rollout import RolloutConfig
 from qarl.configs.schema.task import TaskConfig
 from qarl.embedded.recipe import ensure_tiny
 from qarl.preflight.files import check_processes

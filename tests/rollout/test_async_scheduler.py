@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.schema.rollout import RolloutConfig
 from qarl.quant.digest import digested
 from qarl.quant.types import LowBitTensor
 from qarl.rollout.engine import LoadReport

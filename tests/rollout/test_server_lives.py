@@ -24,7 +24,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.schema.rollout import RolloutConfig
 from qarl.quant.delta import DeltaError
 from qarl.quant.types import LayerReport, LowBitTensor
 from qarl.rollout.absent import AbsentEngine

@@ -29,7 +29,7 @@ from starlette.requests import Request
 
 from qarl.configs.errors import ConfigError, InputError
 from qarl.configs.load import load_config
-from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.schema.rollout import RolloutConfig
 from qarl.quant.delta import DeltaError, VersionCache
 from qarl.quant.runtime import libraries
 from qarl.quant.runtime.libraries import ON_CPU

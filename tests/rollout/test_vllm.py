@@ -16,7 +16,7 @@ from tokenizers import AddedToken
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
 from qarl.configs.errors import InputError
-from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.schema.rollout import RolloutConfig
 from qarl.rollout.absent import AbsentEngine
 from qarl.rollout.engine import EngineError, LoadReport
 from qarl.rollout.servers.vllm import worker as server_worker

@@ -16,7 +16,8 @@ import pytest
 from rich.console import Console
 
 from qarl.configs.load import config_from_tree
-from qarl.configs.schema.run import RolloutConfig, RunConfig
+from qarl.configs.schema.rollout import RolloutConfig
+from qarl.configs.schema.run import RunConfig
 from qarl.loop import train
 from qarl.quant.types import LowBitTensor
 from qarl.report.dashboard import Dashboard

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from qarl.configs.load import load_config
-from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.schema.rollout import RolloutConfig
 from qarl.quant.checkpoint.load import load_masters
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.model.low_bit_model import LowBitModel

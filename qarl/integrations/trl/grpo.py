@@ -31,7 +31,7 @@ from qarl.api.engine import engine as open_engine
 from qarl.api.policy import Policy
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.objectives import TruncatedConfig
-from qarl.configs.schema.run import RolloutConfig
+from qarl.configs.schema.rollout import RolloutConfig
 from qarl.configs.seeds import step_seed
 from qarl.learner.batching import Batch
 from qarl.learner.load_balance import load_balance_loss
