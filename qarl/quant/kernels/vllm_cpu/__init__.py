@@ -31,24 +31,37 @@ def register() -> None:
     run that started it. Otherwise vLLM's engine would run forever after its server is killed, and
     so would a server that is terminated or interrupted while its engine starts.
     """
-    import torch
     from vllm.platforms import current_platform
 
     from qarl.quant.kernels.vllm_cpu.torchvision import stand_in_for_torchvision
     from qarl.quant.kernels.vllm_gpu import settle
 
+    _end_together()
+    _leave_transformers_classes()
+    stand_in_for_torchvision()
+    if SETTLED in os.environ:
+        settle()
+    if current_platform.is_cpu():
+        _choose_kernels()
+        _replace_operators()
+
+
+def _end_together() -> None:
+    """Make this process end with its parent if it belongs to a run or to a server."""
     if parent_process() and not os.environ.keys().isdisjoint({RECEIVED, SERVED}):
         end_with_the_parent(signal.SIGKILL)
     elif RECEIVED in os.environ:
         end_group_with_the_parent()
     elif SERVED in os.environ:
         _end_where_interrupted()
-    _leave_transformers_classes()
-    stand_in_for_torchvision()
-    if SETTLED in os.environ:
-        settle()
-    if not current_platform.is_cpu():
-        return
+
+
+def _choose_kernels() -> None:
+    """Register the products that vLLM lacks on this CPU or rounds differently, in its own tables.
+
+    With AMX, also request it from the operating system.
+    """
+    import torch
     from vllm.model_executor.layers.quantization import register_quantization_config
     from vllm.v1.attention.backends.registry import (
         AttentionBackendEnum,
@@ -76,6 +89,16 @@ def register() -> None:
 
     if not torch.cpu._is_vnni_supported():
         _replace(CPUInt8ScaledMMFp32Kernel, "int8")
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+        os.environ.setdefault(INT4_AS_W4A8, "0")
+        _replace(CPUInt8ScaledMMAnyDtypeKernel, "int8")
+
+
+def _replace_operators() -> None:
+    """Replace vLLM's operators on CPUs whose results or costs depend on what stands beside them."""
+    import torch
+
     from qarl.quant.kernels.vllm_cpu.all_reduce import sum_in_rank_order
     from qarl.quant.kernels.vllm_cpu.rotary import rotate_heads
     from qarl.quant.kernels.vllm_cpu.router import route_in_one_group
@@ -86,12 +109,7 @@ def register() -> None:
     route_in_one_group()
     register_triton_forms_once()
     os.environ.setdefault(SPLIT_KEYS, "0")
-    has_amx = torch.cpu._is_amx_tile_supported()
-    make_rows_independent(has_amx)
-    if has_amx:
-        torch.cpu._init_amx()
-        os.environ.setdefault(INT4_AS_W4A8, "0")
-        _replace(CPUInt8ScaledMMAnyDtypeKernel, "int8")
+    make_rows_independent(torch.cpu._is_amx_tile_supported())
 
 
 def _leave_transformers_classes() -> None:
