@@ -20,7 +20,8 @@ if it fails there, too.
 - --json: save the outcomes, of any seeds; the same command continues from them.
 
 A mutation may change nothing that the code does, so not every survivor is a gap: read them. A test
-that takes longer than `TEST_SECONDS` counts as a catch and is listed separately.
+that takes longer than pytest's time limit (pyproject.toml) counts as a catch and is listed
+separately. The limit is wall time, so a machine that starves the tests leaves some of them out.
 
 Exit status: 0 all caught, 1 some not.
 """
@@ -58,9 +59,7 @@ LIBRARIES = ("torch", "transformers", "vllm", "datasets", "hypothesis")
 
 Every file of tests runs in a fork of the process that has imported them.
 """
-TEST_SECONDS = 300
-"""Upper bound on one test's wall time."""
-FILE_SECONDS = 1800
+FILE_SECONDS = 3600
 """Upper bound on the wall time of a file of tests, for code that hangs beyond pytest's reach."""
 LATE = "time limit"
 
@@ -150,6 +149,7 @@ class Runner:
             seconds += ran["cpu_seconds"]
             if ran["failed"] and not self._is_sound(ran["failed"]):
                 self._unsound.add(ran["failed"])
+                print(f"left out, fails on the unchanged code: {ran['failed']}", flush=True)
                 continue  # the same file, without that test
             caught = ran["failed"]
             turns.pop(0)
@@ -195,7 +195,7 @@ def _run_pytest(clone: Path, arguments: list[str], seconds: float, answer: Path)
     os.dup2(file, 1)
     os.dup2(file, 2)
     watch = Watch(seconds)
-    options = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", f"--timeout={TEST_SECONDS}"]
+    options = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
     pytest.main([*options, *arguments], plugins=[watch])
     seen = {"tests": watch.tests, "failed": watch.failed, "cpu_seconds": cpu_seconds()}
     answer.write_text(json.dumps(seen))
