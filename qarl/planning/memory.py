@@ -6,19 +6,9 @@ them one more thing is computed at any time: a layer's backward, an optimizer st
 the engine's own step. The largest of these counts (`Count.working`). docs/guide/plan.md says how
 far the plan is from measured peaks; nothing was measured on a GPU.
 
-Symbols in the derivations beside the formulas:
-
-    N  tokens of a micro-batch          C  hidden columns
-    V  vocabulary                       I  columns of the MLP, or of one expert
-    E  experts of a layer               Q  columns of all queries, heads × head size
-    T  experts a token is routed to     K  columns of all keys, and of all values
-    b  bytes of a value in the compute dtype
-    a  bytes of a value of a product's input, as it is multiplied: b unless the scheme quantizes
-       activations and the learner multiplies codes
-
-A formula marked "not derived" was fitted to a trace or assumed. The activations of a layer are held
-to what autograd keeps on a CPU, and a whole backward to a trace of the GPU code on tensors without
-values, by tests/qarl/test_plan_activations.py.
+`qarl.planning.activations` counts what a micro-batch keeps and what a layer's backward takes. The
+symbols of the derivations (N, C, V, …) are listed there. A formula marked "not derived" was fitted
+to a trace or assumed.
 """
 
 from collections.abc import Iterator
@@ -29,17 +19,14 @@ from qarl.configs.deepspeed_file import DeepSpeedFile, read_deepspeed_file
 from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.schemes import SCHEME_SPECS
+from qarl.planning.activations import Activations
 from qarl.planning.machine import has_avx512
-from qarl.planning.shapes import Shapes, schemes_of, targeted
-from qarl.quant.limits import GRADIENTS_IN_FLIGHT, GROUPED_TOKENS, LARGEST_PRODUCT
+from qarl.planning.shapes import ITEMSIZE, Shapes, schemes_of, targeted
+from qarl.quant.limits import GRADIENTS_IN_FLIGHT, LARGEST_PRODUCT
 
 GIB = 2**30
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of a value, by dtype."""
-
 _FP32 = 4
 _BF16 = 2
-_INT64 = 8
 
 LIBRARIES = {"cpu": 0.72 * GIB, "cuda": 1.5 * GIB}
 """Bytes of the code and tables of torch, vLLM and transformers.
@@ -55,12 +42,6 @@ _CUDA_GRAPHS = 2.0 * GIB
 
 _WIDE = tuple(name for name, spec in SCHEME_SPECS.items() if spec.fp32_on_cpus(has_avx512()))
 """Schemes whose kernel holds weights in fp32 on this machine's CPU (`quant.kernels.vllm_cpu`)."""
-
-_TRANSFORMERS_FACTOR = 2.0
-"""Activations of a layer with transformers' operators over those with the engine's.
-
-An estimate of autograd's additional intermediates, not derived.
-"""
 
 _SAMPLED_LOGITS = 3
 """fp32 copies of the logits that the engine's sampler has at once. An estimate, not derived."""
@@ -131,6 +112,11 @@ class Count:
     device: str
     processes: int
 
+    @cached_property
+    def batch(self) -> Activations:
+        """Activations of a micro-batch, and its sizes."""
+        return Activations(self.shapes, self.config, self.device)
+
     def memory(self) -> Memory:
         """Return the parts, and what the host holds."""
         return Memory(tuple(part for part in self._parts() if part.bytes), self.host())
@@ -166,20 +152,15 @@ class Count:
         cached_tokens = self.cache() // self.shapes.key_value_bytes(cache_itemsize(self.config))
         yield Part("KV cache", self.cache(), f"{cached_tokens:,} tokens")
 
-        activations = self.activations()
+        activations = self.batch.kept()
         recomputed = learner.gradient_checkpointing is True
         checkpointing = "layers computed again" if recomputed else "all layers' kept"
-        yield Part("activations", activations, f"{self.tokens:,} tokens, {checkpointing}")
+        yield Part("activations", activations, f"{self.batch.tokens:,} tokens, {checkpointing}")
         # `working` includes the activations, which have a line of their own.
         working = max(0, self.working() - activations)
         yield Part("working", working, "a layer's backward, a step, or the engine")
         source = "measured" if self.device == "cpu" else "assumed"
         yield Part("libraries", self.libraries(), source)
-
-    @cached_property
-    def itemsize(self) -> int:
-        """b: bytes of a value in the compute dtype."""
-        return ITEMSIZE[self.config.dtype]
 
     @property
     def base_shares(self) -> int:
@@ -237,27 +218,6 @@ class Count:
         """True if frozen matrices stay in the host's memory and visit the GPU one at a time."""
         return self.device == "cuda" and self.config.learner.base_on_host
 
-    @property
-    def _query_columns(self) -> int:
-        """Q."""
-        return self.shapes.heads * self.shapes.head_dim
-
-    @property
-    def _key_columns(self) -> int:
-        """K, of keys alone; values have as many."""
-        return self.shapes.kv_heads * self.shapes.head_dim
-
-    @property
-    def _input_itemsize(self) -> float:
-        """a: bytes of a value of an input as the scheme's products take it."""
-        return SCHEME_SPECS[self.config.scheme].input_bytes(self.itemsize)
-
-    @property
-    def _layer_experts(self) -> int:
-        """Parameters of all experts of one layer, 3·E·I·C: gate, up and down of each."""
-        shapes = self.shapes
-        return 3 * shapes.experts * shapes.intermediate * shapes.hidden
-
     def masters(self) -> int:
         """Masters in their dtype, and LoRA's factors, which are always fp32."""
         shapes = self.shapes
@@ -310,14 +270,14 @@ class Count:
         if not self.config.layers:
             if scheme in in_fp32:
                 return shapes.quantized * _FP32
-            return shapes.quantized_bytes(scheme, self.itemsize)
+            return shapes.quantized_bytes(scheme, self.batch.itemsize)
         # With rules for single layers every matrix may have another scheme.
         total = 0
         for _, name, (rows, columns) in schemes_of(shapes, scheme, self.config.layers):
             if name in in_fp32:
                 total += rows * columns * _FP32
             else:
-                total += SCHEME_SPECS[name].weight_bytes((rows, columns), self.itemsize)
+                total += SCHEME_SPECS[name].weight_bytes((rows, columns), self.batch.itemsize)
         return total
 
     @property
@@ -327,7 +287,7 @@ class Count:
         A tied head counts twice: the learner, and the engine on CPUs, has one copy to look up rows
         in and another to multiply with.
         """
-        return (2 * self.shapes.head + self.shapes.router) * self.itemsize
+        return (2 * self.shapes.head + self.shapes.router) * self.batch.itemsize
 
     def codes(self) -> int:
         """The learner's codes with everything it does not quantize.
@@ -351,9 +311,9 @@ class Count:
         """
         learner = self.config.learner
         dequantizes = learner.kernel == "reference"
-        matrices = self.shapes.quantized * self.itemsize if dequantizes else self.in_kernels
+        matrices = self.shapes.quantized * self.batch.itemsize if dequantizes else self.in_kernels
         cached = matrices if learner.keep_kernel_layout else matrices // self.shapes.layers
-        return cached + self.shapes.head * self.itemsize
+        return cached + self.shapes.head * self.batch.itemsize
 
     def reference(self) -> int:
         """The reference policy of the KL penalty: masters, codes and kernel layout of its own."""
@@ -378,7 +338,7 @@ class Count:
         """
         if not self.gathers:
             return 0
-        largest = max(self.largest_matrix, self._layer_experts, self.shapes.head)
+        largest = max(self.shapes.largest_matrix, self.shapes.layer_experts, self.shapes.head)
         return (largest + GRADIENTS_IN_FLIGHT) * _FP32
 
     @property
@@ -396,7 +356,7 @@ class Count:
             return self.engines * (self.in_kernels + self.outside)
         graphs = 0 if self.config.rollout.enforce_eager else int(_CUDA_GRAPHS)
         # On GPUs vLLM has one tensor for a tied embedding and head, and `outside` counts two.
-        tied = shapes.head * self.itemsize if shapes.tied else 0
+        tied = shapes.head * self.batch.itemsize if shapes.tied else 0
         return self.in_kernels + self.outside - tied + graphs
 
     @property
@@ -411,13 +371,13 @@ class Count:
         # A routed row has gate and up (2·I), their product (I) and the output (C), so that a token
         # has T · b · (C + 3·I).
         row = shapes.hidden + 3 * shapes.intermediate
-        return shapes.experts_a_token * self.itemsize * row
+        return shapes.experts_a_token * self.batch.itemsize * row
 
     def workspaces(self) -> int:
         """Workspaces of experts' kernels, the engine's and an aligned learner's."""
         rollout = self.config.rollout
         engine_tokens = rollout.batched_tokens("cuda") if self.config.engine_here else 0
-        learner_tokens = self.tokens if self.config.learner.aligned else 0
+        learner_tokens = self.batch.tokens if self.config.learner.aligned else 0
         return self.workspace_a_token * (engine_tokens + learner_tokens)
 
     def libraries(self) -> int:
@@ -432,123 +392,21 @@ class Count:
         return ranks * (rollout.kv_cache_gib or 1) * GIB
 
     @property
-    def largest_matrix(self) -> int:
-        """Elements of the largest single matrix, that of one expert in a mixture."""
-        matrices = (*self.shapes.attention_matrices, *self.shapes.mlp_matrices)
-        return max(rows * columns for rows, columns in matrices)
-
-    @property
     def largest_module(self) -> int:
         """Parameters of the largest module that has masters of its own.
 
         That is the output head, a matrix, or all experts of one layer.
         """
-        return max(self.shapes.head, self.largest_matrix, self._layer_experts)
-
-    @cached_property
-    def tokens(self) -> int:
-        """N: tokens of a micro-batch, at most all tokens of a mini-batch."""
-        rollout = self.config.rollout
-        learner = self.config.learner
-        prompts = -(-rollout.prompts // learner.mini_batches)  # rounded up
-        mini_batch = prompts * rollout.samples * rollout.longest
-        return min(learner.micro_batch_tokens, mini_batch)
-
-    @cached_property
-    def kept_a_layer(self) -> float:
-        """Bytes a token that one decoder layer keeps for its backward, by the engine's operators.
-
-        `quant.graph` defines them. Transformers' operators keep more: `_TRANSFORMERS_FACTOR`.
-        """
-        shapes = self.shapes
-        learner = self.config.learner
-        itemsize = self.itemsize
-        hidden = shapes.hidden
-        # Each of the two norms keeps what it normalizes, [N, C] (`graph.operators._Norm`).
-        norms = 2 * itemsize * hidden
-        layer = norms + self._attention_kept() + self._mlp_kept()
-        engine_operators = learner.operators != "transformers" and learner.aligned
-        return layer * (1.0 if engine_operators else _TRANSFORMERS_FACTOR)
-
-    @property
-    def _multiplied_itemsize(self) -> float:
-        """a, for this learner: an unaligned one multiplies inputs in the compute dtype."""
-        return self._input_itemsize if self.config.learner.aligned else self.itemsize
-
-    def _attention_kept(self) -> float:
-        """Bytes a token that attention keeps (`graph.attention`, `layers.linear`)."""
-        input_itemsize = self._multiplied_itemsize
-        itemsize = self.itemsize
-        queries = self._query_columns
-        keys = self._key_columns
-        # The input of the q, k and v product as multiplied, a·C.
-        # The product's output, b·(Q + 2·K): norms of queries and keys, and values, are views of it.
-        # Queries and keys after their rotation, b·(Q + K).
-        saved = input_itemsize * self.shapes.hidden + itemsize * (2 * queries + 3 * keys)
-        # The input of the o product as multiplied, a·Q. On GPUs, if it is not quantized, it is the
-        # output below and counts there.
-        if self.device == "cpu" or input_itemsize < itemsize:
-            saved += input_itemsize * queries
-        # FlashAttention's backward reads its output, and the log-sum of each head's scores in fp32.
-        # On CPUs the backward computes both again.
-        if self.device != "cpu":
-            saved += itemsize * queries + _FP32 * self.shapes.heads
-        return saved
-
-    def _mlp_kept(self) -> float:
-        """Bytes a token that the MLP or the experts keep."""
-        shapes = self.shapes
-        input_itemsize = self._multiplied_itemsize
-        itemsize = self.itemsize
-        hidden = shapes.hidden
-        intermediate = shapes.intermediate
-        if not shapes.experts:
-            # The input of gate and up as multiplied, a·C; gate and up, which the activation keeps,
-            # b·2·I; the input of down as multiplied, a·I.
-            return (
-                input_itemsize * hidden
-                + 2 * itemsize * intermediate
-                + input_itemsize * intermediate
-            )
-        # Experts keep their input alone, not what is between their products (`layers.experts`).
-        # The router reads the same input in the compute dtype, b·C, so that only quantized values
-        # come on top, a·C.
-        quantized_input = input_itemsize * hidden if input_itemsize < itemsize else 0
-        return itemsize * hidden + quantized_input + self._router_kept()
-
-    def _router_kept(self) -> int:
-        """Bytes a token that the router's choice and weights keep (`graph.experts`)."""
-        shapes = self.shapes
-        if self.device == "cpu":
-            # Of each chosen expert: `topk`'s int64 index, the experts' index, counted as int64 too,
-            # the experts' weight in fp32 and the softmax's in the compute dtype.
-            choice = _INT64 + _INT64 + _FP32 + self.itemsize
-            return shapes.experts_a_token * choice
-        # The router's logits in fp32. Of each chosen expert: `gather`'s int64 index, and two fp32
-        # weights, of the formula and with the engine's bits.
-        return _FP32 * shapes.experts + (_INT64 + 2 * _FP32) * shapes.experts_a_token
-
-    def activations(self) -> int:
-        """Activations kept between forward and backward."""
-        layers = self.shapes.layers
-        column = self.itemsize * self.shapes.hidden
-        if self.config.learner.gradient_checkpointing is True:
-            # A layer keeps its two inputs: the branch, and the residual that its norm adds it to.
-            # One layer's activations come on top, because the backward computes them again.
-            a_token = layers * 2 * column + self.kept_a_layer
-        else:
-            a_token = layers * self.kept_a_layer
-        # The sum that the last norm normalizes, and its output, which the head is given.
-        return int(self.tokens * (a_token + 2 * column))
+        return max(self.shapes.head, self.shapes.largest_matrix, self.shapes.layer_experts)
 
     def working(self) -> int:
         """Peak of what is not allocated for the whole run, activations included."""
         recomputed = 0.0
         if self.config.learner.gradient_checkpointing is True:
             # The head's backward is over before any layer is computed again.
-            recomputed = self.kept_a_layer * self.tokens
-        backward = max(self.head_backward() - recomputed, self.layer_backward())
-        learning = self.activations() + backward
+            recomputed = self.batch.layer_kept * self.batch.tokens
+        backward = max(self.head_backward() - recomputed, self.batch.layer_backward())
+        learning = self.batch.kept() + backward
         return int(max(learning, self.step(), self.sampling(), self.saving()))
 
     def saving(self) -> int:
@@ -568,9 +426,9 @@ class Count:
 
         See `learner.logprobs._Normalized` and `layers.straight_through`.
         """
-        itemsize = self.itemsize
+        itemsize = self.batch.itemsize
         hidden = self.shapes.hidden
-        chunk = min(self.config.learner.logprob_chunk_tokens, self.tokens)
+        chunk = min(self.config.learner.logprob_chunk_tokens, self.batch.tokens)
         logits = chunk * self.shapes.vocabulary
         if self.device == "cpu":
             # Logits and their gradient in the compute dtype; fp32 values exist a block at a time.
@@ -584,138 +442,8 @@ class Count:
         reduced = max(0, _FP32 * self.shapes.head - self.buffers()) if self.gathers else 0
         # The gradient of the head's whole input, [N, C]. The rest, of a chunk's input, was taken
         # from the trace; not derived.
-        input_gradient = self.tokens * itemsize + chunk * (_FP32 + 2 * itemsize)
+        input_gradient = self.batch.tokens * itemsize + chunk * (_FP32 + 2 * itemsize)
         return input_gradient * hidden + reduced + largest
-
-    def layer_backward(self) -> float:
-        """Bytes of a decoder layer's backward: the larger of the MLP's and attention's."""
-        if self.shapes.experts:
-            return self._mixture_layer_backward()
-        return self._dense_layer_backward()
-
-    @property
-    def _gradient_between_modules(self) -> int:
-        """Bytes of the gradients that a module's backward is given and passes on, [N, C].
-
-        One is in the compute dtype and one in fp32, in a norm's backward. Taken from the trace; not
-        derived.
-        """
-        return self.tokens * (_FP32 + self.itemsize) * self.shapes.hidden
-
-    @property
-    def _attention_backward_columns(self) -> int:
-        """Columns a token of attention's backward.
-
-        2·(Q + 2·K) are queries, keys and values, and their gradients. 4·Q are attention's output
-        and its gradient, and two more tensors of that size; not derived.
-        """
-        queries = self._query_columns
-        keys = self._key_columns
-        return 4 * queries + 2 * (queries + 2 * keys)
-
-    @property
-    def _weight_backward(self) -> int:
-        """Bytes of the largest matrix's two products, for the input's and the weight's gradient."""
-        # Codes as fp32 values, the same times their scales, and rounded to the compute dtype
-        # (`materialize.weight`).
-        dequantized = (2 * _FP32 + self.itemsize) * self.largest_matrix
-        if self.device != "cuda":
-            return dequantized
-        # A part of the weight's gradient, before it is added (`layers.straight_through`).
-        return dequantized + _FP32 * min(self.largest_matrix, LARGEST_PRODUCT)
-
-    def _mixture_layer_backward(self) -> float:
-        """`layer_backward` of a mixture."""
-        shapes = self.shapes
-        itemsize = self.itemsize
-        attention = self._attention_backward_columns
-        if self.device == "cuda" and self.config.dtype == "bfloat16":
-            grouped = self.experts_backward()
-            attention_bytes = self.tokens * itemsize * attention
-            return self._gradient_between_modules + max(grouped, attention_bytes)
-        # One expert after another in fp32 (`layers.experts._backward_by_expert`).
-        # [N, C] of the experts' input, of its gradient and of the output's.
-        all_tokens = self.tokens * 3 * _FP32 * shapes.hidden
-        # If tokens are spread evenly an expert has N·T/E rows. Each has gate and up (2·I), their
-        # gradient (2·I), their product (I) and what is multiplied of it (I), and the row's input
-        # and output gradient (2·C).
-        row = 6 * shapes.intermediate + 2 * shapes.hidden
-        expert_rows = self.tokens * shapes.experts_a_token / shapes.experts * _FP32 * row
-        mlp = all_tokens + expert_rows + self._weight_backward
-        attention_itemsize = itemsize if self.device == "cuda" else _FP32
-        attention_bytes = self.tokens * attention_itemsize * attention
-        return self._gradient_between_modules + max(mlp, attention_bytes)
-
-    def _dense_layer_backward(self) -> float:
-        """`layer_backward` of a layer with one gated MLP."""
-        tokens = self.tokens
-        itemsize = self.itemsize
-        intermediate = self.shapes.intermediate
-        input_gradient = tokens * itemsize * self.shapes.hidden
-        attention = self._attention_backward_columns
-        if self.device == "cuda":
-            # Quantized inputs of down are dequantized for its weight's gradient: fp32 values, the
-            # same times their scales, and rounded. Else the gradients of gate and up, 2·I.
-            low_bit = SCHEME_SPECS[self.config.scheme].activations is not None
-            column = 2 * _FP32 + itemsize if low_bit else 2 * itemsize
-            mlp = tokens * column * intermediate
-            # Gate and up, b·2·I, are freed when attention's backward begins, but `activations`
-            # counts them.
-            attention_bytes = tokens * itemsize * (attention - 2 * intermediate)
-            return input_gradient + max(mlp, self._weight_backward, attention_bytes)
-        # Gradients of gate and up, 2·I, and of their product, I.
-        mlp = tokens * 3 * itemsize * intermediate + input_gradient + self._weight_backward
-        # Attention's backward is in fp32 on CPUs (`graph.attention.torch_attention`).
-        attention_bytes = tokens * _FP32 * attention
-        return self._gradient_between_modules + max(mlp, attention_bytes)
-
-    def experts_backward(self) -> float:
-        """Bytes of the grouped backward of one layer's experts (`layers.grouped_backward`).
-
-        It takes `GROUPED_TOKENS` tokens at a time. All experts' matrices are dequantized for it.
-        """
-        shapes = self.shapes
-        itemsize = self.itemsize
-        hidden = shapes.hidden
-        intermediate = shapes.intermediate
-        group = min(self.tokens, GROUPED_TOKENS)
-        rows = group * shapes.experts_a_token
-        # Elements of one of gate, up and down, of all experts. Dequantized, all three are in the
-        # compute dtype, bf16.
-        matrices = shapes.experts * intermediate * hidden
-        dequantized = 3 * itemsize * matrices
-        # Bytes of a row apart from its columns: sorted expert, its order and token, int64 (24);
-        # scale and weight's gradient, fp32 (8); and 8 more, not derived.
-        indices = 40
-        # When the gate is derived (`torch.autograd.grad`), a row's columns have in bytes
-        #   gate and up, fp32                                    8·I
-        #   activation(gate), fp32                               4·I
-        #   activation(gate) · up, fp32                          4·I
-        #   the same as multiplied, bf16                         2·I
-        #   its gradient, and that times the token's weight      8·I
-        #   gradients of activation(gate), of up and of gate    12·I
-        #                                                       38·I
-        # and the row's input and output gradient, b·2·C.
-        derived = 2 * itemsize * hidden + 38 * intermediate + indices
-        # When the matrices' gradients are made, all that is left is the input of down, I, and the
-        # gradient of gate and up, 2·I, both bf16; and the input and scaled output gradient, b·2·C.
-        summed = 2 * itemsize * hidden + 3 * itemsize * intermediate + indices
-        # The gradient of gate and up of all experts, bf16, before it is added in fp32.
-        merged_gradient = 2 * itemsize * matrices
-        # A token's results in fp32: the gradient of its input, C, and of its weights, T. The second
-        # T was taken from the trace; not derived.
-        a_token = _FP32 * (hidden + 2 * shapes.experts_a_token)
-        results = a_token * self.tokens
-        results_before = results - a_token * group
-        largest = max(
-            results_before + rows * derived,
-            results + rows * summed + merged_gradient,
-            2 * results,  # at the end: parts, and their concatenation
-        )
-        # Quantized inputs are dequantized to the compute dtype, [N, C].
-        quantized = self._input_itemsize < itemsize
-        inputs = self.tokens * itemsize * hidden if quantized else 0
-        return dequantized + largest + inputs
 
     def step(self) -> float:
         """Bytes of an optimizer step, one master at a time (`optim.parameter_optimizer`).
@@ -725,7 +453,7 @@ class Count:
         """
         learner = self.config.learner
         largest = min(self.trained, self.largest_module) // self.shares
-        matrix = min(self.trained, self.largest_matrix) * (2 if self.shares > 1 else 1)
+        matrix = min(self.trained, self.shapes.largest_matrix) * (2 if self.shares > 1 else 1)
         # A 16-bit master as fp32, and two more of that size for stochastic rounding: random bits
         # and the rounded values.
         sixteen_bit = learner.master_dtype != "float32" and not self.adapters
@@ -759,10 +487,10 @@ class Count:
         active_experts = shapes.experts_a_token if shapes.experts else 1
         intermediate = shapes.intermediate * active_experts
         routed = shapes.experts_a_token * shapes.hidden if shapes.experts else 0
-        attention = self._query_columns + 2 * self._key_columns
+        attention = self.shapes.query_columns + 2 * self.shapes.key_columns
         columns = 4 * shapes.hidden + attention + 3 * intermediate + routed
         # `workspaces` counts what experts' kernels take of it.
-        a_token = self.itemsize * columns - self.workspace_a_token
+        a_token = self.batch.itemsize * columns - self.workspace_a_token
         logits = _SAMPLED_LOGITS * _FP32 * sequences * shapes.vocabulary
         return tokens * a_token + logits
 
@@ -783,7 +511,7 @@ class Count:
             offloaded += 2 * self._stepped_copy
         loading = masters
         if self.base_shares > 1:
-            read = max(self.largest_matrix, self._layer_experts // self.processes)
+            read = max(self.shapes.largest_matrix, self.shapes.layer_experts // self.processes)
             whole = (2 * self.shapes.head + 3 * read) * itemsize
             loading = masters // self.processes + whole
         if self.shares == 1:

@@ -23,6 +23,9 @@ from qarl.quant.checkpoint.folder import (
 )
 from qarl.quant.checkpoint.patterns import matching
 
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a value, by dtype."""
+
 Matrix = tuple[int, int]
 """(O, I)"""
 
@@ -146,15 +149,34 @@ class Shapes:
     """Whether `matrices` has the names and shapes of the checkpoint's matrices."""
 
     @property
+    def query_columns(self) -> int:
+        """Columns of all queries of a token."""
+        return self.heads * self.head_dim
+
+    @property
+    def key_columns(self) -> int:
+        """Columns of all keys of a token; values have as many."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def layer_experts(self) -> int:
+        """Parameters of all experts of one layer: gate, up and down of each."""
+        return 3 * self.experts * self.intermediate * self.hidden
+
+    @property
+    def largest_matrix(self) -> int:
+        """Elements of the largest single matrix of a layer, that of one expert in a mixture."""
+        matrices = (*self.attention_matrices, *self.mlp_matrices)
+        return max(rows * columns for rows, columns in matrices)
+
+    @property
     def attention_matrices(self) -> tuple[Matrix, ...]:
         """(O, I) of q, k, v and o of one layer."""
-        queries = self.heads * self.head_dim
-        keys = self.kv_heads * self.head_dim
         return (
-            (queries, self.hidden),
-            (keys, self.hidden),
-            (keys, self.hidden),
-            (self.hidden, queries),
+            (self.query_columns, self.hidden),
+            (self.key_columns, self.hidden),
+            (self.key_columns, self.hidden),
+            (self.hidden, self.query_columns),
         )
 
     @property

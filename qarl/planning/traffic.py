@@ -10,8 +10,8 @@ import math
 from dataclasses import dataclass
 
 from qarl.configs.schema.run import RunConfig
-from qarl.planning.memory import ITEMSIZE, Count
-from qarl.planning.shapes import Shapes
+from qarl.planning.memory import Count
+from qarl.planning.shapes import ITEMSIZE, Shapes
 
 _FP32 = 4
 _BF16 = 2
@@ -76,13 +76,13 @@ def count_traffic(shapes: Shapes, config: RunConfig, device: str, processes: int
         update += 2 * ring * _BF16 * matrices / processes
     if count.base_shares == 1:  # every process has the masters that codes are made of
         return Traffic(gradients=gradients, update=int(update))
-    casts = 0 if learner.aligned else shapes.parameters * count.itemsize
+    casts = 0 if learner.aligned else shapes.parameters * count.batch.itemsize
     version = int(ring * (count.low_bit + count.outside + casts))
     forward = backward = 0
     if learner.aligned and not learner.keep_codes:
         # The head is multiplied a chunk of tokens at a time, and gathered for each.
-        chunks = math.ceil(count.tokens / learner.logprob_chunk_tokens)
-        head = chunks * shapes.head * count.itemsize
+        chunks = math.ceil(count.batch.tokens / learner.logprob_chunk_tokens)
+        head = chunks * shapes.head * count.batch.itemsize
         forward = 0 if learner.keep_kernel_layout else int(ring * (count.low_bit + head))
         again = forward and learner.gradient_checkpointing is True
         uses = 2 if again else 1

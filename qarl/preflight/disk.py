@@ -8,8 +8,7 @@ from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.schemes import SCHEME_SPECS
 from qarl.configs.words import sized
-from qarl.planning.memory import ITEMSIZE
-from qarl.planning.shapes import counted_parameters
+from qarl.planning.shapes import ITEMSIZE, counted_parameters
 from qarl.quant.checkpoint.folder import tensor_shapes
 from qarl.quant.schemes import is_protected
 from qarl.report.run_folder import new_path
