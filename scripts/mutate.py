@@ -154,7 +154,14 @@ class Runner:
             caught = ran["failed"]
             turns.pop(0)
         wall = time.monotonic() - started
-        return Outcome(room, mutation, caught, tests, round(seconds, 1), round(wall, 1))
+        return Outcome(
+            room=room,
+            mutation=mutation,
+            caught_by=caught,
+            tests=tests,
+            cpu_seconds=round(seconds, 1),
+            seconds=round(wall, 1),
+        )
 
     def _is_sound(self, failed: str) -> bool:
         """Return whether a test passes, or a file is collected, on the unchanged code."""

@@ -88,7 +88,11 @@ class _Command:
 def _train(known: argparse.Namespace, console: Console) -> int:
     requested, folder = _configuration(known, known.overrides)
     command = _Command(
-        requested, known.config, known.overrides, known.processes, tuple(known.arguments)
+        config=requested,
+        file=known.config,
+        overrides=known.overrides,
+        processes=known.processes,
+        arguments=tuple(known.arguments),
     )
     machine = this_machine()
     console.quiet = rank() > 0  # of several processes only the first prints
