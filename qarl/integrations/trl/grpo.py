@@ -265,9 +265,6 @@ def adapt(policy: Policy, args: Any, trl: dict[str, Any]) -> None:
             value = getattr(args, name, trl.get(name))
             if value != defaults.get(name):
                 raise ConfigError(f"{name} {value!r}: {reason}; leave {name} out")
-    if args.world_size > 1:
-        # Gradients are summed over the processes by hooks of autograd.
-        policy.low_bit.gradients.configure(in_place=False)
     for line in untested_libraries():
         _log.warning(line)
     if args.gradient_checkpointing:
