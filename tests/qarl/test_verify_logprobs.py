@@ -387,3 +387,58 @@ def test_a_reload_that_leaves_a_layer_out_shows_at_the_first_reload(
     if names:
         assert "at version 0" in report.faults[0].evidence
         assert len(report.faults[0].about) == 40
+
+
+def _sampled_dump(seed: int, temperature: float, top_k: int = 0) -> list[dict[str, Any]]:
+    """Return rows of a sampler with a temperature and a trainer whose logits are rounded as in
+    bfloat16: 32 completions of 30 tokens, at 64 tokens of random logits.
+    """
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(0, 3, (32, 30, 64))
+    trainer = logits + rng.normal(0, 0.04, logits.shape)
+    sampler = logits / temperature
+    if top_k:
+        least = np.sort(sampler, -1)[..., -top_k, None]
+        sampler = np.where(sampler < least, -np.inf, sampler)
+    log_q, log_p = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (sampler, trainer))
+    ids = (log_q + rng.gumbel(size=log_q.shape)).argmax(-1)[..., None]
+    q, p = (np.take_along_axis(x, ids, -1)[..., 0] for x in (log_q, log_p))
+    return [row(q[n].tolist(), p[n].tolist()) for n in range(32)]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "names"),
+    [(0.99, 0, ["temperature"]), (1.01, 0, ["temperature"]), (1.0, 0, []), (1.0, 40, [])],
+)
+def test_a_temperature_near_1_shows_below_rounding_of_its_own_size(
+    tmp_path: Path, temperature: float, top_k: int, names: list[str]
+):
+    """Rounding is 0.04 nats a logit, 0.99 moves log-probs by 0.02. A top_k of 40 of 64 tokens
+    moves rare tokens too, and hides below the rounding.
+    """
+    for seed in range(4):
+        report = qarl.verify.logprobs(write(tmp_path, _sampled_dump(seed, temperature, top_k)))
+        assert [cause.name for cause in report.faults] == names, report.lines()
+        assert report.mean_abs < 0.05
+
+
+@pytest.mark.parametrize(
+    ("versions", "growth", "names"),
+    [(5, 2.0, ["stale"]), (5, 1.2, []), (20, 2.0, [])],
+)
+def test_a_difference_that_grows_within_few_versions_is_stale(
+    tmp_path: Path, versions: int, growth: float, names: list[str]
+):
+    """One matrix of an expert was left out of reloads: its part of |d| grows from below the
+    rounding. Over many versions rounding itself may grow so much by training.
+    """
+    rng = np.random.default_rng(0)
+    rows = []
+    for version in range(versions):
+        size = 0.02 * growth ** (version / (versions - 1))
+        for _ in range(8):
+            sampler = -rng.exponential(2.0, 30) - 0.1
+            trainer = np.minimum(sampler + rng.normal(0, size, 30), 0)
+            rows.append(row(sampler.tolist(), trainer.tolist(), trainer_version=version))
+    report = qarl.verify.logprobs(write(tmp_path, rows))
+    assert [cause.name for cause in report.faults] == names, report.lines()
