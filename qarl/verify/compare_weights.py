@@ -3,6 +3,7 @@
 Axes: O output rows, I input columns, Q quantization groups.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -639,13 +640,29 @@ def _settings(trainer: Side, engine: Side) -> Iterator[Cause]:
     """Yield a cause for each setting of config.json in which the sides differ."""
     for name in _SETTINGS:
         ours, theirs = trainer.config.get(name), engine.config.get(name)
-        if name in trainer.config and name in engine.config and ours != theirs:
+        if name in trainer.config and name in engine.config and not _same_setting(ours, theirs):
+            remedy = "copy the trainer's config.json, but for its quantization_config"
+            if name == "model_type":
+                remedy = "check that both sides are the same model"
             yield Cause(
                 name="settings",
                 level="fault",
                 evidence=f"config.json: {name} is {ours!r} (trainer) and {theirs!r} (engine)",
-                remedy="copy the trainer's config.json, but for its quantization_config",
+                remedy=remedy,
             )
+
+
+def _same_setting(one: Any, other: Any) -> bool:
+    """Return whether two values of config.json are equal. Real numbers may be rounded to float32,
+    as those of GGUF files are.
+    """
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-6)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(
+            _same_setting(value, other[name]) for name, value in one.items()
+        )
+    return one == other
 
 
 def _missing(trainer: Side, engine: Side) -> Iterator[Cause]:

@@ -229,6 +229,34 @@ def test_zeros_of_either_side_are_named(leaf: str, side: str):
 
 
 @pytest.mark.parametrize(
+    ("changes", "names", "remedy"),
+    [
+        ({"rms_norm_eps": 9.999999747378752e-06}, [], ""),
+        ({"rope_parameters": {"rope_theta": 10000, "factor": 0.10000000149011612}}, [], ""),
+        ({"rope_parameters": {"rope_theta": 10000.0}}, ["settings"], "copy the trainer's config"),
+        ({"rms_norm_eps": 1e-6}, ["settings"], "copy the trainer's config.json"),
+        ({"model_type": "llama"}, ["settings"], "check that both sides are the same model"),
+    ],
+)
+def test_settings_may_be_rounded_to_float32(
+    tmp_path: Path, changes: dict[str, Any], names: list[str], remedy: str
+):
+    """transformers writes a GGUF file's settings as the float32 numbers that stand in it."""
+    config = {
+        "model_type": "qwen3",
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 10000.0, "factor": 0.1},
+    }
+    for folder, settings in (("trainer", config), ("engine", config | changes)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text(json.dumps(settings))
+        save_file({"model.norm.weight": torch.ones(4)}, tmp_path / folder / "model.safetensors")
+    report = qarl.verify.weights(tmp_path / "trainer", tmp_path / "engine")
+    assert [cause.name for cause in report.faults] == names
+    assert all(cause.remedy.startswith(remedy) for cause in report.faults)
+
+
+@pytest.mark.parametrize(
     ("value", "cause"),
     [
         (torch.tensor([1.0, float("nan")]), "not-finite"),
