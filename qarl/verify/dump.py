@@ -9,9 +9,8 @@ Axes: B completions of a batch, T their tokens laid end to end.
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,13 @@ _OF_TOKEN_FILES = {
 """Columns of QaRL's token files (docs/reference/tokens.md) → columns of a dump."""
 _SUFFIXES = (".parquet", ".jsonl")
 _ROWS = 256
-"""Completions of a batch."""
+"""Upper bound on the completions of a batch."""
+_BATCH = 2**24
+"""Size of a batch's text, or of its columns in Parquet, above which no completion is added, bytes.
+As Python's numbers it needs some six times as much memory.
+"""
+_BUFFER = 2**20
+"""Bytes of a Parquet column that are read at once; otherwise a whole row group's are."""
 _LARGEST_ID = 2**31 - 1
 """Upper bound on token ids."""
 _ABOVE_ZERO = 1e-4
@@ -148,7 +153,7 @@ def _parquet(
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(file) as opened:
+        with pq.ParquetFile(file, buffer_size=_BUFFER) as opened:
             schema = opened.schema_arrow
             renamed = _OF_TOKEN_FILES if b"qarl.tokens" in (schema.metadata or {}) else {}
             names: dict[str, str] = {
@@ -156,7 +161,10 @@ def _parquet(
             }
             wanted = _wanted(names, f"{str(file)!r}", unused if not renamed else set())
             columns = [names[name] for name in wanted]
-            for part in opened.iter_batches(batch_size=_ROWS, columns=columns):
+            stored = opened.metadata
+            size = sum(stored.row_group(n).total_byte_size for n in range(stored.num_row_groups))
+            rows = min(_ROWS, max(1, _BATCH * stored.num_rows // max(1, size)))
+            for part in opened.iter_batches(batch_size=rows, columns=columns):
                 values = part.to_pydict()
                 yield {name: values[names[name]] for name in wanted}
     except (OSError, pa.ArrowException) as error:
@@ -171,8 +179,7 @@ def _json_lines(
     """Yield the columns of a file of JSON lines, some rows at a time."""
     try:
         with file.open(encoding="utf-8") as lines:
-            numbered = enumerate(lines, 1)
-            while chunk := [_object(line, file, n) for n, line in islice(numbered, _ROWS)]:
+            for chunk in _chunks(lines, file):
                 names = {name for row in chunk for name in row}
                 wanted = _wanted(dict.fromkeys(sorted(names)), f"{str(file)!r}", unused)
                 yield {name: [row.get(name) for row in chunk] for name in wanted}
@@ -180,6 +187,21 @@ def _json_lines(
         raise VerifyInputError(
             f"{str(file)!r} cannot be read: {error}; write it again, as UTF-8"
         ) from error
+
+
+def _chunks(lines: Iterable[str], file: Path) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of a file's lines, as many at a time as `_ROWS` and `_BATCH` allow."""
+    chunk: list[dict[str, Any]] = []
+    size = 0
+    for number, line in enumerate(lines, 1):
+        chunk.append(_object(line, file, number))
+        size += len(line)
+        if len(chunk) == _ROWS or size >= _BATCH:
+            yield chunk
+            chunk = []
+            size = 0
+    if chunk:
+        yield chunk
 
 
 def _object(line: str, file: Path, number: int) -> dict[str, Any]:
@@ -364,9 +386,10 @@ def _advantages(
                 f"{where}, row {first + row}: advantage has {len(value)} values, and completion_ids"
                 f" {length}; write one number, or one a token"
             )
-        each = value if isinstance(value, list) else [value] * length
-        parts += [_number(item, "advantage", first + row, where) for item in each]
-    return np.array(parts, dtype=np.float64)
+        each = value if isinstance(value, list) else [value]
+        numbers = [_number(item, "advantage", first + row, where) for item in each]
+        parts.append(np.array(numbers) if isinstance(value, list) else np.repeat(numbers, length))
+    return np.concatenate(parts)
 
 
 def _scalars(

@@ -245,10 +245,10 @@ def _filled(batch: Batch, starts: np.ndarray, judged: np.ndarray) -> np.ndarray:
         goes_on[1:] = judged[1:] & judged[:-1] & (side[1:] == side[:-1])
         goes_on[starts[batch.lengths > 0]] = False
         firsts = np.flatnonzero(~goes_on)
-        for first, end in zip(firsts, [*firsts, len(judged)][1:], strict=True):
+        ends = np.append(firsts[1:], len(judged))
+        runs = (ends - firsts >= _FILLED) & judged[firsts]
+        for first, end in zip(firsts[runs], ends[runs], strict=True):
             run = slice(first, end)
-            if end - first < _FILLED or not judged[first]:
-                continue
             filled[run] |= distance[run].mean() > _NEAR and np.ptp(other[run]) > 0
     return filled
 

@@ -19,6 +19,7 @@ import pytest
 import qarl
 from qarl.cli.main import main
 from qarl.report.token_files import COMPLETION_COLUMNS, TOKEN_COLUMNS, TokenRows, write_step
+from qarl.verify import dump as dumps
 from tests.support.drawn_dumps import CLEAN, FAULTS, draw_dump
 from tests.support.profiles import examples
 
@@ -442,3 +443,21 @@ def test_a_difference_that_grows_within_few_versions_is_stale(
             rows.append(row(sampler.tolist(), trainer.tolist(), trainer_version=version))
     report = qarl.verify.logprobs(write(tmp_path, rows))
     assert [cause.name for cause in report.faults] == names, report.lines()
+
+
+@pytest.mark.parametrize("name", ["dump.jsonl", "dump.parquet"])
+def test_batches_hold_few_long_completions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    """A batch is bounded by its size, so that memory does not grow with completions' lengths, and
+    figures do not depend on batches.
+    """
+    dump = write(tmp_path, _sampled_dump(0, 1.0), name)
+    at_once = qarl.verify.logprobs(dump)
+    monkeypatch.setattr(dumps, "_BATCH", 4000)
+    sizes = [len(batch.lengths) for batch in dumps.read_dumps([dump], set())]
+    assert sum(sizes) == 32
+    assert 1 < max(sizes) < 8
+    by_few = qarl.verify.logprobs(dump)
+    assert by_few.tokens == at_once.tokens
+    assert by_few.mean_abs == pytest.approx(at_once.mean_abs, rel=1e-12)
