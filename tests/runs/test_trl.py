@@ -159,6 +159,15 @@ def test_several_processes_with_servers_are_refused(random_policy, tmp_path: Pat
             trainer(policy, reward, options, engine=engine)
 
 
+def test_a_dataset_in_place_of_an_engine_is_refused(random_policy, tmp_path: Path):
+    """TRL's fourth argument is train_dataset."""
+    policy = qarl.align(random_policy(True), "w4a16")
+    args = trl.GRPOConfig(str(tmp_path), **OPTIONS)
+    data: Any = Dataset.from_dict({"prompt": ["1 + 1"]})
+    with pytest.raises(ConfigError, match=r"^engine is a Dataset; .*train_dataset, by name$"):
+        grpo.LowBitGRPOTrainer(policy, reward, args, data)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not thorough(), reason="starts three engines: make test-thorough")
 def test_two_processes_learn_what_one_does(random_policy, tmp_path: Path):
@@ -310,6 +319,9 @@ def test_options_are_adjusted_aloud_or_refused_by_name(random_policy, tmp_path: 
         with pytest.raises(ConfigError, match=f"^{name} 'else': .*; leave {name} out$"):
             grpo.adapt(policy, args, {})
     args = trl.GRPOConfig(str(tmp_path), **OPTIONS)
+    adapters = SimpleNamespace(r=8, target_modules="all-linear", **dict.fromkeys("abcdefghij"))
+    with pytest.raises(ConfigError, match=r"^peft_config \(a SimpleNamespace\): adapters beside"):
+        grpo.adapt(policy, args, {"peft_config": adapters})
     grpo.adapt(policy, args, {})
     assert [record.message.partition(":")[0] for record in caplog.records] == [
         "gradient_checkpointing",

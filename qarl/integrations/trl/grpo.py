@@ -45,6 +45,8 @@ from qarl.sync.floor import OTHER_ROUNDINGS_SEED
 _log = logging.getLogger(__name__)
 _LONGEST = 2048
 """Upper bound on prompt and completion tokens, if vllm_max_model_length is not set."""
+_LONGEST_VALUE = 60
+"""Length in characters up to which a refused value is quoted."""
 _REFUSED = {
     "QaRL's engine generates; open it beforehand, with its options, by qarl.engine(policy, ...)": (
         "generation_kwargs cache_implementation use_transformers_continuous_batching vllm_mode"
@@ -113,6 +115,11 @@ class LowBitGRPOTrainer(GRPOTrainer):
             raise ConfigError(
                 f"{args.world_size} processes would each publish to the engine's servers; leave"
                 " engine out, so that each process samples in itself, or take one process"
+            )
+        if engine is not None and not isinstance(engine, Engine):
+            raise ConfigError(
+                f"engine is a {type(engine).__name__}; give what qarl.engine returned, and"
+                " TRL's other arguments, such as train_dataset, by name"
             )
         args.use_vllm = False  # True would start an engine of TRL's
         super().__init__(model.low_bit.module, reward_funcs, args, **trl)  # type: ignore[arg-type]
@@ -264,7 +271,9 @@ def adapt(policy: Policy, args: Any, trl: dict[str, Any]) -> None:
         for name in names.split():
             value = getattr(args, name, trl.get(name))
             if value != defaults.get(name):
-                raise ConfigError(f"{name} {value!r}: {reason}; leave {name} out")
+                text = repr(value)  # a LoraConfig's has a thousand characters
+                text = text if len(text) <= _LONGEST_VALUE else f"(a {type(value).__name__})"
+                raise ConfigError(f"{name} {text}: {reason}; leave {name} out")
     for line in untested_libraries():
         _log.warning(line)
     if args.gradient_checkpointing:
