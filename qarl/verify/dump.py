@@ -153,7 +153,7 @@ def _parquet(
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(file, buffer_size=_BUFFER) as opened:
+        with pq.ParquetFile(file, buffer_size=_BUFFER, pre_buffer=False) as opened:
             schema = opened.schema_arrow
             renamed = _OF_TOKEN_FILES if b"qarl.tokens" in (schema.metadata or {}) else {}
             names: dict[str, str] = {

@@ -461,3 +461,27 @@ def test_batches_hold_few_long_completions(
     by_few = qarl.verify.logprobs(dump)
     assert by_few.tokens == at_once.tokens
     assert by_few.mean_abs == pytest.approx(at_once.mean_abs, rel=1e-12)
+
+
+def test_a_parquet_file_of_one_row_group_is_not_held_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """pyarrow writes up to a million rows as one row group, and reads it at once by default."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows, tokens = 200, 2000
+    logprobs = pa.array(-np.random.default_rng(0).exponential(2.0, rows * tokens))
+    ids = pa.array(np.random.default_rng(1).integers(0, 2**31 - 1, rows * tokens))
+    starts = pa.array(np.arange(0, rows * tokens + 1, tokens, dtype=np.int32))
+    columns = {name: pa.ListArray.from_arrays(starts, logprobs) for name in dumps.REQUIRED[1:]}
+    columns["completion_ids"] = pa.ListArray.from_arrays(starts, ids)
+    file = tmp_path / "dump.parquet"
+    pq.write_table(pa.table(columns), file, use_dictionary=False)
+    assert pq.ParquetFile(file).num_row_groups == 1
+    monkeypatch.setattr(dumps, "_BATCH", 2**18)
+    monkeypatch.setattr(dumps, "_BUFFER", 2**16)
+    before = pa.total_allocated_bytes()
+    batches = dumps.read_dumps([file], set())
+    assert len(next(batches).lengths) < 10
+    assert pa.total_allocated_bytes() - before < file.stat().st_size / 2
