@@ -226,18 +226,20 @@ def whole_prefix(tensors: dict[str, torch.Tensor]) -> str:
 @no_cuda
 def test_a_models_own_parameters_are_a_towers():
     """Contract: LLaVA-NeXT's `image_newline` belongs to the whole's class itself; no layer of the
-    language model is left out with it. LLaVA-OneVision's class does not say which parts it has.
+    language model is left out with it. vLLM's Qwens write a tower's name with a dot, and
+    LLaVA-OneVision's class does not say which parts it has.
     """
     from qarl.quant.kernels.engine_layers import without_towers
 
-    parts = SimpleNamespace(tower_model=["vision_tower"], connector=["projector"])
+    parts = SimpleNamespace(tower_model=["vision_tower."], connector=["projector"])
     model = nn.Module()
     model.image_newline = nn.Parameter(torch.zeros(4))
-    model.vision_tower = nn.Linear(2, 2)
+    model.vision_tower = nn.Sequential(nn.Linear(2, 2))
     model.projector_head = nn.Linear(2, 2)
-    assert [name for name, _ in without_towers(model)] == ["", "vision_tower", "projector_head"]
+    names = ["vision_tower", "vision_tower.0", "projector_head"]
+    assert [name for name, _ in without_towers(model)] == ["", *names]
     model.supports_multimodal = True  # type: ignore[assignment]
-    assert [name for name, _ in without_towers(model)] == ["vision_tower", "projector_head"]
+    assert [name for name, _ in without_towers(model)] == names
     model.get_mm_mapping = lambda: parts  # type: ignore[assignment]
     assert [name for name, _ in without_towers(model)] == ["projector_head"]
 

@@ -42,6 +42,7 @@ def without_towers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """
     mapping = model.get_mm_mapping() if hasattr(model, "get_mm_mapping") else None  # type: ignore[operator]
     parts = () if mapping is None else (*mapping.tower_model, *mapping.connector)
+    parts = tuple(part.rstrip(".") for part in parts)  # vLLM's Qwens write "visual."
     is_whole = mapping is not None or bool(getattr(model, "supports_multimodal", False))
     for name, module in model.named_modules():
         is_own = is_whole and not name
