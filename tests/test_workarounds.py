@@ -101,6 +101,15 @@ UPSTREAM = {
         "transformers/models/smolvlm/processing_smolvlm.py",
         "        if not num2words:\n            raise ImportError(",
     ],
+    "qwen's videos need torchvision": [
+        "transformers/models/qwen2_vl/video_processing_qwen2_vl.py",
+        "\nimport torchvision.transforms.v2.functional as tvF\n",
+    ],
+    "pixels are normalized in the tower": [
+        "vllm/model_executor/layers/fusion/mm_input_norm.py",
+        """    do_normalize = bool(config.get("do_normalize", has_norm_params))
+""",
+    ],
     "image processors import torchvision": [
         "transformers/models/qwen2_vl/image_processing_qwen2_vl.py",
         "\nfrom torchvision.transforms.v2 import functional as tvF\n",

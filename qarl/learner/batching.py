@@ -49,12 +49,16 @@ class Batch:
     the mask; None if all tokens are current.
     """
     picture_rows: torch.Tensor | None = None
-    """What the engine's tower made of the pictures of all prompts, compute dtype [P, C]; None if
-    prompts are text alone.
+    """What the engine's tower made of the pictures of all prompts, compute dtype [P, C], or more
+    columns (`EmbeddedPictures.rows`); None if prompts are text alone.
     """
     picture_index: torch.Tensor | None = None
     """Row of `picture_rows` that stands in place of each token, int64 [B, T]; -1 for text. None if
     prompts are text alone.
+    """
+    picture_positions: torch.Tensor | None = None
+    """Position of each token in time, height and width, int64 [B, T, 3]. None if prompts are text
+    alone, or the model counts tokens alone.
     """
 
     @property
@@ -62,7 +66,7 @@ class Batch:
         """The pictures of the prompts, for the model's forward; None if there are none."""
         if self.picture_rows is None or self.picture_index is None:
             return None
-        return PictureRows(self.picture_rows, self.picture_index)
+        return PictureRows(self.picture_rows, self.picture_index, self.picture_positions)
 
     def to(self, device: torch.device) -> "Batch":
         """Return the same batch on a device."""
@@ -120,7 +124,8 @@ class Batch:
         longest = int(self.length[index].max())
         of_predicted = ("response_mask", "sampler_logprobs", "advantages", "versions_behind")
         widths = dict.fromkeys(of_predicted, longest - 1)
-        widths |= {"tokens": longest, "experts": longest, "picture_index": longest}
+        of_tokens = ("tokens", "experts", "picture_index", "picture_positions")
+        widths |= dict.fromkeys(of_tokens, longest)
         picked = {
             # the rows of pictures are those of the whole batch, which `picture_index` counts
             name: tensor if name == "picture_rows" else tensor[index]
@@ -219,31 +224,50 @@ def _advantages(rewards: Sequence[Sequence[float]], estimator: str) -> torch.Ten
 
 
 def _stack_pictures(groups: Sequence[Group], longest: int) -> dict[str, torch.Tensor]:
-    """Return `picture_rows` and `picture_index` of all completions; {} if all prompts are text.
+    """Return `picture_rows`, `picture_index` and, if the engine places pictures on three axes,
+    `picture_positions` of all completions; {} if all prompts are text.
 
     Completions of a group share their prompt's rows. Raises `PolicyError` if the engine did not say
     what it made of a prompt's pictures, because the log-probs would be those of another prompt.
     """
     rows: list[torch.Tensor] = []
     index: list[torch.Tensor] = []
+    positions: list[torch.Tensor] = []
+    counted = torch.arange(longest)[:, None].expand(-1, 3)
     start = 0
     for group in groups:
         of_prompt = torch.full((longest,), -1, dtype=torch.int64)
+        placed = counted
         embedded = next((answer.pictures for answer in group.completions), None)
         if embedded is not None:
             count = len(embedded.places)
             of_prompt[embedded.places] = torch.arange(start, start + count)
             rows.append(embedded.rows)
             start += count
+            if embedded.positions is not None:
+                placed = _placed(embedded.positions, longest)
         elif group.prompt.pictures is not None and group.completions:
             raise PolicyError(
                 f"prompt {group.prompt.id!r} has pictures, and its completions come without what"
                 " the engine made of them; learn from completions of an engine in this process"
             )
         index += [of_prompt] * len(group.completions)
+        positions += [placed] * len(group.completions)
     if not rows:
         return {}
-    return {"picture_rows": torch.cat(rows), "picture_index": torch.stack(index)}
+    stacked = {"picture_rows": torch.cat(rows), "picture_index": torch.stack(index)}
+    if any(placed is not counted for placed in positions):
+        stacked["picture_positions"] = torch.stack(positions)
+    return stacked
+
+
+def _placed(prompt: torch.Tensor, longest: int) -> torch.Tensor:
+    """Return the positions of a prompt's tokens and of those after it, int64 [longest, 3].
+
+    prompt: int64 [T, 3]. Tokens after it count on from its largest position, on all axes.
+    """
+    later = torch.arange(1, 1 + longest - len(prompt)) + prompt.max()
+    return torch.cat([prompt, later[:, None].expand(-1, 3)])
 
 
 def _stack_experts(chosen: Sequence[Any], longest: int) -> torch.Tensor | None:

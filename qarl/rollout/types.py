@@ -33,9 +33,17 @@ class EmbeddedPictures:
     """What a tower made of a prompt's pictures: inputs of the language model."""
 
     rows: Any
-    """torch.Tensor [P, C] in the compute dtype: the tower's output for all pictures, in order."""
+    """torch.Tensor [P, C] in the compute dtype: the tower's output for all pictures, in order.
+
+    If deeper layers of the language model have outputs of their own (deepstack), these follow in
+    more columns.
+    """
     places: Any
     """torch.Tensor, int64 [P]: the position in the prompt's tokens that each row stands at."""
+    positions: Any = None
+    """torch.Tensor, int64 [T, 3]: each prompt token's position in time, height and width, by which
+    rotary embeddings turn (M-RoPE); None if the model counts tokens alone.
+    """
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,11 @@ from qarl.rollout.types import Pictures
 from qarl.tasks import Problem
 from qarl.tasks.base import PICTURE
 
-FAMILIES = ("idefics3", "smolvlm")
+FAMILIES = ("idefics3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "smolvlm")
 """Model types (config.json) whose prompts can have pictures."""
-_AXES = "its engine places a picture's tokens on three axes (M-RoPE), and the learner on one"
 _LACKING = {
     "gemma3": "vLLM on CPUs leaves out the attention in both directions over a picture",
     "mistral3": "transformers makes its processor only where torchvision is installed",
-    "qwen2_vl": _AXES,
-    "qwen2_5_vl": _AXES,
-    "qwen3_5": _AXES,
-    "qwen3_5_moe": _AXES,
-    "qwen3_vl": f"{_AXES}; and deeper layers take outputs of its tower, too",
 }
 """Model type → why its prompts cannot have pictures, where that is known."""
 _MARK = "qarl"

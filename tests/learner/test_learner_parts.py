@@ -5,6 +5,7 @@ schedule.
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,7 +30,7 @@ from qarl.learner.optim.schedule import Schedule, make_schedule
 from qarl.learner.optim.sharded import masters_mesh
 from qarl.learner.processes import Processes
 from qarl.learner.scorer import Scorer
-from qarl.rollout.types import Completion, Group, Prompt
+from qarl.rollout.types import Completion, EmbeddedPictures, Group, Prompt
 from tests.support.one_of_several import one_of_several
 from tests.support.tensors import pairwise_equal, seeded
 
@@ -200,6 +201,36 @@ def test_mini_batches_partition_whole_groups(batch: Batch, count: int, seed: int
     assert sum(len(h) for h in held) == groups
     assert max(len(h) for h in held) - min(len(h) for h in held) <= 1
     assert pairwise_equal(cut, mini_batches(batch, count, seed))
+
+
+def test_tokens_after_a_picture_count_on_from_its_largest_position():
+    """Contract: on all three axes, also in padding; a prompt of text counts its tokens."""
+    # two tokens of text, a picture of two rows and three columns, one token of text
+    axes = [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5],
+    ]
+    seen = EmbeddedPictures(
+        rows=torch.ones(6, 4), places=torch.arange(2, 8), positions=torch.tensor(axes).T
+    )
+    plain = completion([7, 8], [-1.0, -1.0])
+    with_picture = replace(plain, pictures=seen)
+    groups = [
+        Group(Prompt("a", "", tuple(range(9))), (with_picture, with_picture), (0.0, 1.0)),
+        Group(Prompt("b", "", tuple(range(10))), (plain,), (0.0,)),
+    ]
+    batch = make_batch(groups)
+    assert batch.picture_positions is not None
+    expected = [[*axis, 6, 7, 8] for axis in axes]
+    assert batch.picture_positions[:2].transpose(1, 2).tolist() == [expected] * 2
+    assert batch.picture_positions[2].T.tolist() == [list(range(12))] * 3
+    few = batch.rows(torch.tensor([1]))
+    assert few.pictures is not None
+    in_row = few.pictures.of(few.real()).positions
+    assert in_row is not None
+    assert in_row.T.tolist() == [axis[:11] for axis in expected]
+    assert make_batch(groups[1:]).picture_positions is None
 
 
 def test_mini_batches_are_shuffled_by_their_seed():

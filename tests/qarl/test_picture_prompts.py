@@ -62,6 +62,24 @@ def test_the_processor_puts_tokens_in_the_place_of_each_picture(folder: Path):
     assert "first <image> then <image><|im_end|>" in text
 
 
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_qwens_processor_needs_no_torchvision(family: str, tmp_path: Path):
+    """Contract: its files are those that are published, which name a class that does."""
+    write_picture_model(tmp_path, family=family)
+    maker = prompter(tmp_path)
+    token = maker.tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    pictures = tuple(
+        Picture.of(drawn(np.random.default_rng(0), *size)) for size in ((28, 28), (80, 50))
+    )
+    prompt = maker.prompt(Problem("p", "How many?", "3", pictures=pictures))
+    assert prompt.pictures is not None
+    assert prompt.pictures.token_ids.count(token) == 2
+    # a token for 28 × 28 pixels: one, and 3 × 2
+    assert prompt.token_ids.count(token) == 1 + 6
+    with pytest.raises(ModelError, match=r"has 1 places for pictures and 0 .*'<\|image_pad\|>'"):
+        maker.prompt(problem(0, "<|image_pad|>?"))
+
+
 def test_text_of_a_template_that_takes_parts_alone_is_not_lost(tmp_path: Path):
     """Contract: without pictures, too. SmolVLM's template drops messages that are plain text."""
     template = TEMPLATE.replace("{{ m['content'] }}", "")

@@ -157,22 +157,27 @@ class Graph:
         for module, key, weight in self._read_directly:
             module.__dict__[key] = weight.routed() if torch.is_grad_enabled() else weight.read
         with self._stepping(_Step(sequences, experts)), self._log.one_forward():
-            positions = self._positions(sequences, tokens.device)
+            positions = self._positions(sequences, tokens.device, pictures)
             if pictures is None or not pictures.any:
                 output = self.module(tokens, positions)
             else:
-                embedded = self.module.embed_input_ids(  # type: ignore[operator]
-                    tokens,
-                    multimodal_embeddings=[pictures.in_order],
-                    is_multimodal=pictures.is_picture,
-                )
-                output = self.module(None, positions, inputs_embeds=embedded)
+                with _deepstack(self.module, pictures.rows):
+                    embedded = self.module.embed_input_ids(  # type: ignore[operator]
+                        tokens,
+                        multimodal_embeddings=[pictures.in_order],
+                        is_multimodal=pictures.is_picture,
+                    )
+                    output = self.module(None, positions, inputs_embeds=embedded)
         return output[0] if isinstance(output, tuple) else output
 
-    def _positions(self, sequences: Sequences, device: torch.device) -> torch.Tensor:
-        """Return each token's position, int64 [N]; of models that place pictures three equal rows,
-        [3, N], which is how vLLM places text.
+    def _positions(
+        self, sequences: Sequences, device: torch.device, pictures: PictureRows | None
+    ) -> torch.Tensor:
+        """Return each token's position, int64 [N]; of models that place pictures on three axes one
+        row for each, [3, N]. The three are equal for text, as vLLM has them.
         """
+        if pictures is not None and pictures.positions is not None:
+            return pictures.positions.T.contiguous()
         positions = sequences.positions(device)
         places_pictures = self.skeleton.config.model_config.uses_mrope
         return positions.expand(3, -1) if places_pictures else positions
@@ -373,6 +378,28 @@ class Graph:
             return checkpoint(again, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
         return run
+
+
+def _deepstack(module: Any, rows: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+    """Return a context within which vLLM's model adds a tower's outputs in its first layers, too.
+
+    Qwen3-VL's tower has one output for each of these layers (deepstack). The class of the whole
+    takes them apart, and adds them, only if it was built with the tower. Other models' towers have
+    one output for all.
+
+    rows: the tower's outputs side by side, those for the embeddings first, [P, n · C].
+    """
+    if not hasattr(module, "_compute_deepstack_embeds") or rows.shape[1] == module.visual_dim:
+        return contextlib.nullcontext()
+    levels = rows.shape[1] // module.visual_dim - 1
+    return replaced(
+        module,
+        use_deepstack=True,
+        deepstack_num_level=levels,
+        multiscale_dim=module.visual_dim * levels,
+        deepstack_input_embeds=[rows.new_zeros(0, module.visual_dim)] * levels,
+        deepstack_input_embeds_num_tokens=0,
+    )
 
 
 class _Product:

@@ -64,9 +64,13 @@ class PictureRows:
     """Outputs of a tower for pictures, and the tokens in whose places they stand."""
 
     rows: torch.Tensor
-    """Compute dtype [P, C]."""
+    """Compute dtype [P, C]; of models whose deeper layers have outputs of their own, [P, n · C]."""
     index: torch.Tensor
     """int64 [B, T] or [N]: for each token its row in `rows`; -1 for text."""
+    positions: torch.Tensor | None = None
+    """int64 [B, T, 3] or [N, 3]: each token's position in time, height and width. None if the model
+    counts tokens alone.
+    """
 
     @property
     def is_picture(self) -> torch.Tensor:
@@ -85,7 +89,8 @@ class PictureRows:
 
     def of(self, kept: torch.Tensor) -> "PictureRows":
         """Return the same for the tokens at True of `kept` (bool [B, T]), in a row."""
-        return PictureRows(self.rows, self.index[kept])
+        positions = None if self.positions is None else self.positions[kept]
+        return PictureRows(self.rows, self.index[kept], positions)
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,21 @@ the same bits. vLLM encodes all pictures of a step in one batch, whose number of
 last bits. Here it encodes every picture alone, so that its output depends on the picture alone.
 """
 
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from vllm.model_executor.models.smolvlm import SmolVLMProcessingInfo
+from vllm.model_executor.models.interfaces import supports_mrope
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.multimodal.processing.context import InputProcessingContext
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 from vllm.renderers.inputs.preprocess import parse_model_prompt
 from vllm.v1.worker import gpu_model_runner
 
 from qarl.rollout.engine import EngineError
-from qarl.rollout.picture_processors import SmolVlmProcessor
+from qarl.rollout.picture_processors import OWN_PROCESSORS
 from qarl.rollout.pictures import open_picture
 from qarl.rollout.types import EmbeddedPictures, Prompt
 
@@ -34,7 +37,8 @@ def picture_arguments(most: int) -> dict[str, Any]:
     """
     _load_processors_of_ours()
     return {
-        "limit_mm_per_prompt": {_PICTURES: most},
+        "limit_mm_per_prompt": {_PICTURES: most, "video": 0},
+        "mm_device_do_normalize": False,
         "mm_processor_cache_gb": _CACHE_GIB,
         "skip_mm_profiling": True,
     }
@@ -53,16 +57,21 @@ def picture_input(prompt: Prompt) -> dict[str, Any]:
 def _load_processors_of_ours() -> None:
     """Make vLLM load the processors that `load_processor` loads. Idempotent.
 
-    vLLM 0.32 asks for transformers' class of SmolVLM's by name. Remove this when that can be made
-    without torchvision and num2words.
+    vLLM 0.32 asks for transformers' classes by name. Remove this when these can be made without
+    torchvision and num2words.
     """
+    context: Any = InputProcessingContext
+    load = vars(context).get("get_hf_processor")
+    assert load is not None, "vLLM no longer loads processors there"
+    if getattr(load, "has_ours", False):
+        return
 
-    def processor(self: Any, **more: Any) -> SmolVlmProcessor:
-        return self.ctx.get_hf_processor(SmolVlmProcessor, **more)
+    @functools.wraps(load)
+    def load_ours(self: Any, kind: Any = None, /, **more: Any) -> Any:
+        return load(self, OWN_PROCESSORS.get(self.model_config.hf_config.model_type, kind), **more)
 
-    info: Any = SmolVLMProcessingInfo
-    assert "get_hf_processor" in vars(info), "vLLM no longer asks for SmolVLM's processor there"
-    info.get_hf_processor = processor
+    load_ours.has_ours = True  # type: ignore[attr-defined]
+    context.get_hf_processor = load_ours
 
 
 class Tower:
@@ -108,12 +117,14 @@ class Tower:
                 " files (preprocessor_config.json, processor_config.json) contradict config.json:"
                 " copy the model again"
             )
+        spans = rendered["mm_placeholders"][_PICTURES]
+        kwargs = rendered["mm_kwargs"][_PICTURES]
         places = []
-        for span in rendered["mm_placeholders"][_PICTURES]:
+        for span in spans:
             within = torch.arange(span.length)
             is_row = span.is_embed
             places.append(span.offset + (within if is_row is None else within[is_row]))
-        items = [(_PICTURES, item) for item in rendered["mm_kwargs"][_PICTURES]]
+        items = [(_PICTURES, item) for item in kwargs]
         with torch.inference_mode():
             rows = [
                 output
@@ -121,7 +132,27 @@ class Tower:
                 for output in self._runner.model.embed_multimodal(**arguments)
             ]
         # copies outside of inference mode, which autograd may save
-        return EmbeddedPictures(rows=torch.cat(rows).clone(), places=torch.cat(places))
+        return EmbeddedPictures(
+            rows=torch.cat(rows).clone(),
+            places=torch.cat(places),
+            positions=self._positions(tokens, spans, kwargs),
+        )
+
+    def _positions(
+        self, tokens: Sequence[int], spans: Sequence[Any], kwargs: Sequence[Any]
+    ) -> torch.Tensor | None:
+        """Return the engine's positions of a prompt's tokens on three axes, int64 [T, 3], by the
+        function that it calls; None if the model has one axis.
+        """
+        model = self._runner.model
+        if not (self._runner.uses_mrope and supports_mrope(model)):
+            return None
+        features = [
+            MultiModalFeatureSpec(data=item, modality=_PICTURES, identifier="", mm_position=span)
+            for item, span in zip(kwargs, spans, strict=True)
+        ]
+        positions, _ = model.get_mrope_input_positions(list(tokens), features)
+        return positions.T.contiguous()
 
     def _encoded(self, **arguments: Any) -> list[torch.Tensor]:
         """Return the tower's output for one picture, from memory if it was encoded before."""
