@@ -84,6 +84,8 @@ def trained_by_qarl(settings: RunConfig, folder: Path) -> dict[str, Any]:
     end = timed_run(tree).points[-1]
     (folder / _DEPLOYED).symlink_to((run / "export").absolute())
     lines = read_metrics(run / "metrics.jsonl")
+    # a batch whose rewards are equal in every group teaches nothing, and its step has no such field
+    learned = [line for line in lines if "learn/mismatch/mean_abs" in line]
     seconds = [
         sum(v for k, v in line.items() if k.startswith("seconds/") and k.count("/") == 1)
         for line in lines
@@ -91,8 +93,8 @@ def trained_by_qarl(settings: RunConfig, folder: Path) -> dict[str, Any]:
     return {
         "seconds": median(seconds[_WARM:-1] or seconds),
         "cpu_seconds": end.cpu_seconds / settings.steps,
-        "mean_abs": fmean(line["learn/mismatch/mean_abs"] for line in lines),
-        "max_abs": max(line["learn/mismatch/max_abs"] for line in lines),
+        "mean_abs": fmean(line["learn/mismatch/mean_abs"] for line in learned),
+        "max_abs": max(line["learn/mismatch/max_abs"] for line in learned),
         "rewards": [line["reward"] for line in lines],
     }
 
