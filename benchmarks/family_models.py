@@ -948,8 +948,74 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "voxtral": ("VoxtralConfig", {"text_config": _LLAMA, "hidden_size": 128}),
+    "qwen3.5-wide": (
+        "Qwen3_5TextConfig",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "full_attention_interval": 3,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+        },
+    ),
+    "lfm2-wide": (
+        "Lfm2Config",
+        {
+            **_SHORT_CONVOLUTION,
+            "hidden_size": 2048,
+            "block_dim": 2048,
+            "conv_dim": 2048,
+            "block_ff_dim": 8192,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite-4-h-wide": (
+        "GraniteMoeHybridConfig",
+        {
+            **_MAMBA_LAYERS,
+            "hidden_size": 2048,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "mamba_n_heads": 64,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+            "shared_intermediate_size": 8192,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "falcon-h1-wide": (
+        "FalconH1Config",
+        {
+            "hidden_size": 1024,
+            "intermediate_size": 2048,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "mamba_d_ssm": 1536,
+            "mamba_n_heads": 24,
+            "mamba_d_head": 64,
+            "mamba_d_state": 128,
+        },
+    ),
+    "mamba2-wide": (
+        "Mamba2Config",
+        {"hidden_size": 768, "num_heads": 24, "head_dim": 64, "n_groups": 1, "state_size": 128},
+    ),
 }
-"""Name → transformers' configuration class, and the differences from `SIZES` and `_TOKENS`."""
+"""Name → transformers' configuration class, and the differences from `SIZES` and `_TOKENS`.
+
+"-wide" has the sizes of a published model but for vocabulary and number of layers: Qwen3.5-2B,
+LFM2-1.2B, Granite-4.0-H-Micro, Falcon-H1-0.5B, Mamba-2 130M.
+"""
 
 
 _PEAK = 3.0

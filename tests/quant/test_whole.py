@@ -227,7 +227,8 @@ def whole_prefix(tensors: dict[str, torch.Tensor]) -> str:
 def test_a_models_own_parameters_are_a_towers():
     """Contract: LLaVA-NeXT's `image_newline` belongs to the whole's class itself; no layer of the
     language model is left out with it. vLLM's Qwens write a tower's name with a dot, and
-    LLaVA-OneVision's class does not say which parts it has.
+    LLaVA-OneVision's class does not say which parts it has. A model without an encoder (Gemma 4's
+    unified class) names no tower, and its embedder of patches in no list.
     """
     from qarl.quant.kernels.engine_layers import without_towers
 
@@ -241,6 +242,9 @@ def test_a_models_own_parameters_are_a_towers():
     model.supports_multimodal = True  # type: ignore[assignment]
     assert [name for name, _ in without_towers(model)] == names
     model.get_mm_mapping = lambda: parts  # type: ignore[assignment]
+    assert [name for name, _ in without_towers(model)] == ["projector_head"]
+    parts.tower_model = []
+    parts.language_model = ["projector_head"]
     assert [name for name, _ in without_towers(model)] == ["projector_head"]
 
 

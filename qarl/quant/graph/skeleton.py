@@ -171,7 +171,9 @@ def skeleton_of(
 
 
 def _refuse_missing_kernels(model: nn.Module) -> None:
-    """Raise `ValueError` for layers that vLLM builds on CPUs although it cannot compute them."""
+    """Raise `ValueError` for layers that vLLM builds on CPUs although it cannot compute them, or
+    although next to no gradient goes through them.
+    """
     if not current_platform.is_cpu():
         return
     for module in model.modules():
@@ -182,6 +184,12 @@ def _refuse_missing_kernels(model: nn.Module) -> None:
             raise ValueError(
                 "its routers choose among groups of experts, and n_group or topk_group is null in"
                 " config.json (1 and 1 stand for no groups)"
+            )
+        choose = getattr(router, "custom_routing_function", None)
+        if getattr(choose, "__name__", "") == "phimoe_routing_function":
+            raise ValueError(
+                "its routers weigh an expert by a constant, unless another one's score is within"
+                " 2 %, so that next to no gradient reaches them"
             )
     if any(isinstance(module, MambaMixer) for module in model.modules()):
         raise ValueError(
