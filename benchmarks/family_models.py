@@ -1008,7 +1008,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mamba2-wide": (
         "Mamba2Config",
-        {"hidden_size": 768, "num_heads": 24, "head_dim": 64, "n_groups": 1, "state_size": 128},
+        {
+            "hidden_size": 768,
+            "intermediate_size": 1536,
+            "num_heads": 24,
+            "head_dim": 64,
+            "n_groups": 1,
+            "state_size": 128,
+        },
     ),
 }
 """Name → transformers' configuration class, and the differences from `SIZES` and `_TOKENS`.
