@@ -306,7 +306,8 @@ def test_a_model_that_vllm_does_not_run_is_refused_with_its_reason(config: Any, 
 @no_cuda
 def test_a_model_is_served_by_the_class_that_vllm_has_of_it():
     """Contract: transformers' and vLLM's names of Phi-MoE's class differ in case. vLLM's own class
-    is taken, here and by an engine of the export, not its general one.
+    is taken, here and by an engine of the export, not its general one. It is refused, because its
+    routers get next to no gradient.
     """
     config = PhimoeConfig(
         **{key: size for key, size in SIZES.items() if key != "head_dim"},
@@ -318,7 +319,10 @@ def test_a_model_is_served_by_the_class_that_vllm_has_of_it():
     settings = served_settings(empty.config, type(empty).__name__)
     assert settings["architectures"] == ["PhiMoEForCausalLM"]
     answer = agreement(empty, torch.bfloat16)
-    assert answer.level == "exact", answer.reason
+    assert answer.level == "no engine"
+    assert "PhiMoEForCausalLM on this machine: its routers weigh an expert by a constant" in (
+        answer.reason
+    )
 
 
 @no_cuda
