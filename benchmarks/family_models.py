@@ -47,6 +47,15 @@ _SHORT_CONVOLUTION = {
 }
 _MAMBA_2 = {"mamba_n_heads": 32, "mamba_d_head": 8, "mamba_d_state": 64}
 """Heads such that vLLM's int4 kernel for CPUs has the first projection: a multiple of 32 rows."""
+_NEMOTRON_H = {
+    **_HEADS,
+    "hybrid_override_pattern": "M-*",
+    "time_step_min": 1e-30,
+    "mamba_num_heads": 32,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 64,
+    "n_groups": 2,
+}
 _MAMBA_LAYERS = {"layer_types": ["mamba", "attention", "mamba"]}
 _POSITIONS = {
     "rope_parameters": {
@@ -430,18 +439,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "bamba": ("BambaConfig", {**_MAMBA_2, "attn_layer_indices": [1]}),
-    "nemotron-h": (
-        "NemotronHConfig",
-        {
-            **_HEADS,
-            "hybrid_override_pattern": "M-*",
-            "time_step_min": 1e-30,
-            "mamba_num_heads": 32,
-            "mamba_head_dim": 8,
-            "ssm_state_size": 64,
-            "n_groups": 2,
-        },
-    ),
+    "nemotron-h": ("NemotronHConfig", _NEMOTRON_H),
     "nemotron-h-moe": (
         "NemotronHConfig",
         {
@@ -893,17 +891,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "nemotron-omni": (
         "NemotronH_Omni_Reasoning_V3_Config",
-        {
-            "text_config": {
-                **_HEADS,
-                "hybrid_override_pattern": "M-*",
-                "time_step_min": 1e-30,
-                "mamba_num_heads": 32,
-                "mamba_head_dim": 8,
-                "ssm_state_size": 64,
-                "n_groups": 2,
-            }
-        },
+        {"text_config": _NEMOTRON_H},
     ),
     "paddleocr-vl": (
         "PaddleOCRVLConfig",

@@ -98,22 +98,27 @@ def trace_loading(
         raise
     # Models' own loaders raise anything for names they do not know.
     except Exception as error:
-        kind = type(skeleton.module).__name__
-        own = _own_name(skeleton.module, error)
-        if own:
-            raise NoEngineModelError(
-                f"vLLM's {kind} loads no checkpoint: its loader looks for {error.args[0]!r}, which"
-                f" its class has as {own!r}, a fault of this release of vLLM; take another model"
-            ) from error
-        reason = f"{type(error).__name__}: {error}".partition(_AVAILABLE)[0]
-        raise NoEngineModelError(
-            f"vLLM's {kind} loads no checkpoint of such names: {reason}; take the checkpoint that"
-            " its publisher wrote, or another model"
-        ) from error
+        raise _unloadable(skeleton.module, error) from error
     sources = {key: [name for _, name in _in_order(parts)] for key, parts in taken.items()}
     if in_order:
         _refuse_other_sizes(skeleton.module, sources, rows)
     return Loading(sources, frozenset(copied))
+
+
+def _unloadable(model: nn.Module, error: Exception) -> NoEngineModelError:
+    """Return the refusal of a checkpoint from which vLLM's loader raised an error."""
+    kind = type(model).__name__
+    own = _own_name(model, error)
+    if own:
+        return NoEngineModelError(
+            f"vLLM's {kind} loads no checkpoint: its loader looks for {error.args[0]!r}, which its"
+            f" class has as {own!r}, a fault of this release of vLLM; take another model"
+        )
+    reason = f"{type(error).__name__}: {error}".partition(_AVAILABLE)[0]
+    return NoEngineModelError(
+        f"vLLM's {kind} loads no checkpoint of such names: {reason}; take the checkpoint that its"
+        " publisher wrote, or another model"
+    )
 
 
 def _own_name(model: nn.Module, error: Exception) -> str:

@@ -127,6 +127,7 @@ def build_skeleton(
                     f" transformers leaves out ({_OWN_MASKS[architecture]} would have no effect)"
                 )
             _refuse_missing_kernels(skeleton.module)
+            _refuse_constant_routers(skeleton.module)
     except Exception as error:
         if quantization is not None:
             raise NoEngineModelError(
@@ -171,9 +172,7 @@ def skeleton_of(
 
 
 def _refuse_missing_kernels(model: nn.Module) -> None:
-    """Raise `ValueError` for layers that vLLM builds on CPUs although it cannot compute them, or
-    although next to no gradient goes through them.
-    """
+    """Raise `ValueError` for layers that vLLM builds on CPUs although it cannot compute them."""
     if not current_platform.is_cpu():
         return
     for module in model.modules():
@@ -184,12 +183,6 @@ def _refuse_missing_kernels(model: nn.Module) -> None:
             raise ValueError(
                 "its routers choose among groups of experts, and n_group or topk_group is null in"
                 " config.json (1 and 1 stand for no groups)"
-            )
-        choose = getattr(router, "custom_routing_function", None)
-        if getattr(choose, "__name__", "") == "phimoe_routing_function":
-            raise ValueError(
-                "its routers weigh an expert by a constant, unless another one's score is within"
-                " 2 %, so that next to no gradient reaches them"
             )
     if any(isinstance(module, MambaMixer) for module in model.modules()):
         raise ValueError(
@@ -208,6 +201,18 @@ def _refuse_missing_kernels(model: nn.Module) -> None:
             "its short convolutions have 4 inputs (conv_L_cache), whose weights vLLM packs in"
             " bfloat16 on this CPU, and then cannot read; set dtype to float16"
         )
+
+
+def _refuse_constant_routers(model: nn.Module) -> None:
+    """Raise `ValueError` for routers through which next to no gradient goes (Phi-MoE)."""
+    for module in model.modules():
+        router = getattr(module, "router", None)
+        choose = getattr(router, "custom_routing_function", None)
+        if getattr(choose, "__name__", "") == "phimoe_routing_function":
+            raise ValueError(
+                "its routers weigh an expert by a constant, unless another one's score is within"
+                " 2 %, so that next to no gradient reaches them"
+            )
 
 
 def _why(architecture: str, error: Exception) -> str:
