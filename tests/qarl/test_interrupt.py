@@ -105,8 +105,9 @@ def test_a_run_whose_terminal_is_gone_saves(tmp_path: Path):
     ours, theirs = pty.openpty()
     process = started(code, "0.2", stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
-    assert b"ready" in os.read(ours, 100)
-    os.close(ours)
+    with open(ours, "rb", buffering=0) as terminal:
+        # The whole line: the process may write its end apart, and must not lose the terminal there.
+        assert terminal.readline() == b"ready\r\n"
     process.send_signal(signal.SIGHUP)
     assert process.wait(timeout=60) == 0
     assert (tmp_path / "saved").exists()
