@@ -27,7 +27,7 @@ _LATENT = {
     "num_key_value_heads": 4,
     "n_routed_experts": 8,
     "kv_lora_rank": 512,
-    "q_lora_rank": 64,
+    "q_lora_rank": 128,
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 16,
     "v_head_dim": 32,

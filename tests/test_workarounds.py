@@ -15,7 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
+from qarl.quant.kernels.row_independence import on_threads
 from tests.support.kernels import attention_depends_on_requests
 
 ROOT = Path(__file__).parents[1]
@@ -178,6 +180,14 @@ UPSTREAM = {
         "vllm/v1/attention/backends/cpu_attn.py",
         "enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV",
     ],
+    "prompts by other latent attention": [
+        "vllm/model_executor/layers/attention/mla_attention.py",
+        "output_prefill = prefill_metadata.prefill_backend.run_prefill_new_tokens(",
+    ],
+    "kv_b_proj by torch's product": [
+        "vllm/model_executor/layers/linear.py",
+        "layer.cpu_linear = torch.nn.functional.linear",
+    ],
     "sums of ranks in any order": [
         "vllm/distributed/device_communicators/cpu_communicator.py",
         "self.dist_module.all_reduce(input_, group=self.device_group)",
@@ -244,6 +254,28 @@ def test_vllm_does_not_ask_for_amx():
 def test_attention_still_has_tiles_of_several_widths():
     assert attention_depends_on_requests(), mended(
         "test_attention_still_has_tiles_of_several_widths"
+    )
+
+
+def test_latent_attention_still_shares_keys_among_threads():
+    """vLLM's kernel alone gives a query of 200 keys other bits on two threads than on one."""
+    from vllm import _custom_ops as ops
+
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 4, 576, generator=generator)
+    cache = torch.randn(13, 16, 576, generator=generator)
+    table = torch.arange(13, dtype=torch.int32)[None]
+    seen = torch.tensor([200], dtype=torch.int32)
+
+    def attend() -> torch.Tensor:
+        sums = torch.zeros(1, 4, 512)
+        ops.mla_decode_kvcache_cpu(sums, q, cache, 0.04, table, seen)
+        return sums
+
+    one, two = (on_threads(count, attend) for count in (1, 2))
+    torch.testing.assert_close(one, two)
+    assert not torch.equal(one, two), mended(
+        "test_latent_attention_still_shares_keys_among_threads"
     )
 
 

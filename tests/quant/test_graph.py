@@ -19,7 +19,6 @@ from transformers import (
     DbrxConfig,
     DeepseekV2Config,
     DeepseekV3Config,
-    DeepseekV3ForCausalLM,
     DogeConfig,
     FalconConfig,
     FalconForCausalLM,
@@ -123,7 +122,7 @@ def test_a_graph_leaves_vllms_groups_and_rotary_embeddings_unchanged():
 
 LATENT = {
     "q_lora_rank": 64,
-    "kv_lora_rank": 64,
+    "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
     "qk_nope_head_dim": 32,
     "v_head_dim": 64,
@@ -143,19 +142,6 @@ LATENT = {
             ),
         ),
         (
-            lambda: DeepseekV3ForCausalLM(
-                DeepseekV3Config(
-                    **{**SIZES, "num_key_value_heads": 4, **LATENT},
-                    n_routed_experts=4,
-                    n_group=1,
-                    topk_group=1,
-                    num_experts_per_tok=2,
-                    moe_intermediate_size=64,
-                )
-            ),
-            r"MLAAttention at 'model\.layers\.0\..*needed is a leaf",
-        ),
-        (
             lambda: FalconForCausalLM(
                 FalconConfig(
                     hidden_size=128,
@@ -172,7 +158,7 @@ LATENT = {
             ),
         ),
     ],
-    ids=["turned weights", "latent attention", "weights joined anew"],
+    ids=["turned weights", "weights joined anew"],
 )
 def test_modules_without_a_leaf_are_refused_by_class_and_name(model: Any, words: str):
     """Contract: "engine" refuses before anything changes. "auto" takes transformers' operators and
@@ -260,6 +246,17 @@ ZAMBA = {
                 first_k_dense_replace=0,
             ),
             r"its routers choose among groups of experts, and n_group or topk_group is null",
+        ),
+        (
+            DeepseekV3Config(
+                **{**SIZES, "num_key_value_heads": 4, **LATENT, "kv_lora_rank": 64},
+                n_routed_experts=4,
+                n_group=1,
+                topk_group=1,
+                num_experts_per_tok=2,
+                moe_intermediate_size=64,
+            ),
+            r"its latent attention has 64 \+ 64 columns.*and vLLM's kernel for CPUs 512 \+ 64",
         ),
         (
             LagunaConfig(

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from vllm.model_executor.custom_op import CustomOp
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.router.gate_linear import GateLinear
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -34,10 +34,12 @@ from qarl.quant.graph.experts import RoutedLayer
 from qarl.quant.graph.kinds import (
     is_convolution,
     is_delta_net,
+    is_latent_attention,
     is_mamba2,
     is_short_convolution,
     keeps_state,
 )
+from qarl.quant.graph.latent import LatentAttention
 from qarl.quant.graph.mamba2 import Mamba2
 from qarl.quant.graph.operators import Operator
 from qarl.quant.graph.packing import PictureRows, Sequences
@@ -128,6 +130,8 @@ class Graph:
         )
         self._owners = {id(parameter): (module, key) for module, key, parameter in named}
         """id of a parameter → the module and attribute that hold it."""
+        self._names = {id(module): name for name, module in self.module.named_modules()}
+        """id of a module → its name."""
         for name, module in list(self.module.named_modules()):
             self._put_leaf(name, module)
         _drop_no_grad(self.module)
@@ -240,6 +244,14 @@ class Graph:
             module.quant_method = product
         elif isinstance(module, Attention):
             module.forward = self._attention(name, module)
+        elif is_latent_attention(module):
+            if self._context.kv_cache is not None:
+                raise GraphError(
+                    f"quantization.kv_cache {self._context.kv_cache!r} with latent attention, for"
+                    " which vLLM has no such cache on CPUs; omit it"
+                )
+            stack = self._masters.stacks[self._names[id(module.kv_b_proj)]]
+            module.forward = LatentAttention(module, stack, self._sequences)
         elif isinstance(module, MoERunner):
             self._routed.append(RoutedLayer(module, self._masters.experts[name], self._log))
         elif isinstance(module, RoutedExperts):
@@ -349,7 +361,11 @@ class Graph:
         """vLLM's decoder layers, in their order; [] if attention is in no list of modules."""
         lists = (m for m in self.module.modules() if isinstance(m, nn.ModuleList))
         return next(
-            (list(m) for m in lists if any(isinstance(part, Attention) for part in m.modules())),
+            (
+                list(m)
+                for m in lists
+                if any(isinstance(part, Attention | MLAAttention) for part in m.modules())
+            ),
             [],
         )
 

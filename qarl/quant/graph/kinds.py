@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -60,6 +60,8 @@ def undivided(name: str, module: Any) -> str:
         reason = "has shared experts, or scales its sum, before its ranks are summed"
     elif isinstance(module, MoERunner) and module.moe_config.has_bias:
         reason = "has experts with biases, which each rank would add"
+    elif isinstance(module, MLAAttention):
+        reason = "is latent attention, whose heads ranks divide"
     elif isinstance(module, AttentionLayerBase) and not isinstance(module, Attention):
         reason = "is a layer with a state, which ranks divide"
     elif isinstance(module, RowParallelLinear) and not module.reduce_results:
@@ -88,6 +90,11 @@ def is_short_convolution(module: Any) -> bool:
 def is_mamba2(module: Any) -> bool:
     """Return whether this is a Mamba-2 layer that computes by vLLM's kernels for CPUs."""
     return isinstance(module, MambaMixer2) and current_platform.is_cpu()
+
+
+def is_latent_attention(module: Any) -> bool:
+    """Return whether this is latent attention that computes by vLLM's kernel for CPUs."""
+    return isinstance(module, MLAAttention) and current_platform.is_cpu()
 
 
 def keeps_state(module: Any) -> bool:
@@ -119,7 +126,7 @@ def _needed(
             module.attn_type == AttentionType.DECODER and module.head_size_v == module.head_size
         )
         return "" if causal else "causal attention of keys and values of one size"
-    if keeps_state(module):
+    if keeps_state(module) or is_latent_attention(module):
         return _of_parameters(name, module, sources)
     if isinstance(module, AttentionLayerBase):
         return "a leaf with this attention's values in decoding and its gradient"

@@ -23,6 +23,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import rotary_embedding
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.model_executor.model_loader.utils import initialize_model
@@ -37,6 +38,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from qarl.configs.errors import NoEngineModelError
 from qarl.configs.words import error_text
 from qarl.quant.checkpoint.whole import served_settings
+from qarl.quant.kernels.latent_attention import COLUMNS
 from qarl.quant.kernels.vllm import alone
 from qarl.quant.kernels.vllm_gpu import load_plugins
 from qarl.quant.runtime.batch_invariance import kernel_arguments
@@ -189,6 +191,14 @@ def _refuse_missing_kernels(model: nn.Module) -> None:
             "its Mamba-1 layers compute a prompt by a kernel (selective_scan_fwd) that vLLM has for"
             " GPUs alone"
         )
+    for module in model.modules():
+        if isinstance(module, MLAAttention):
+            columns = module.kv_lora_rank, module.qk_rope_head_dim
+            if columns != COLUMNS:
+                raise ValueError(
+                    "its latent attention has {} + {} columns (kv_lora_rank, qk_rope_head_dim), and"
+                    " vLLM's kernel for CPUs {} + {}".format(*columns, *COLUMNS)
+                )
     convolutions: list[torch.Tensor] = [
         module.get_parameter("conv.weight")
         for module in model.modules()

@@ -18,6 +18,7 @@ from qarl.configs.words import few
 from qarl.quant.kernels import make_factory
 from qarl.quant.kernels.base import Scoring
 from qarl.quant.kernels.cpu_attention import cpu_attention
+from qarl.quant.kernels.latent_attention import COLUMNS, LatentHeads, latent_attention
 from qarl.quant.kernels.row_independence import (
     ROWS_TESTED,
     Dependence,
@@ -243,9 +244,17 @@ def _attention_tests(graph: Any, context: LayerContext) -> Iterator[_KernelTest]
     """
     if graph is None:
         return
-    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
 
     for name, module in graph.module.named_modules():
+        if isinstance(module, MLAAttention) and not torch.cuda.is_available():
+            sizes = (module.num_heads, module.qk_nope_head_dim, module.v_head_dim)
+            yield _KernelTest(
+                layer=name,
+                kernel="latent attention",
+                shape=f"{sizes[0]} heads, keys of {sizes[1]} and values of {sizes[2]}",
+                run=_latent_test(sizes, context),
+            )
         if isinstance(module, Attention) and not torch.cuda.is_available():
             heads = (module.num_heads, module.num_kv_heads, module.head_size)
             window = module.sliding_window or None
@@ -285,6 +294,40 @@ def _attention_test(
             stop = int(rows[-1, 0]) + 1
             return cpu_attention(
                 q[start:stop], k[:stop], v[:stop], scoring, [stop - start], [stop]
+            ).flatten(1)
+
+        return find_dependence(attend, torch.arange(first, _SEEN).float()[:, None], slice(None))
+
+    return run
+
+
+def _latent_test(
+    sizes: tuple[int, int, int], context: LayerContext
+) -> Callable[[], Dependence | None]:
+    """Return the test of latent attention with this many heads, and columns of a key and a value
+    that are made from a latent.
+    """
+    H, P, V = sizes
+    columns, rotated = COLUMNS
+
+    def run() -> Dependence | None:
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*shape: int) -> torch.Tensor:
+            drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+            return drawn.to(context.forward_dtype)
+
+        q = draw(_SEEN, H, P + rotated)
+        latents = draw(_SEEN, columns + rotated)
+        heads = LatentHeads(draw(H * (P + V), columns), H, P)
+        scale = (P * columns) ** -0.5  # scores are of about equal size, as in `_attention_test`
+        first = _SEEN - ROWS_TESTED
+
+        def attend(rows: torch.Tensor) -> torch.Tensor:
+            start = int(rows[0, 0])
+            stop = int(rows[-1, 0]) + 1
+            return latent_attention(
+                q[start:stop], latents[:stop], heads, scale, [stop - start], [stop]
             ).flatten(1)
 
         return find_dependence(attend, torch.arange(first, _SEEN).float()[:, None], slice(None))

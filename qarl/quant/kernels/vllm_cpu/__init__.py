@@ -75,8 +75,10 @@ def _choose_kernels() -> None:
         CPUWNA16Fp32LinearKernel,
         CPUWNA16NibbleKernel,
     )
+    from qarl.quant.kernels.vllm_cpu.latent import decode_prompts
 
     register_backend(AttentionBackendEnum.CPU_ATTN)(AttentionBackend)
+    decode_prompts()
     register_quantization_config("compressed-tensors")(PerExpertConfig)
     _replace(CPUFp32FP8ScaledMMLinearKernel, "fp8")
     # vLLM has this operator if it was compiled for AVX-512.
