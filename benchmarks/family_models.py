@@ -994,6 +994,38 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_d_state": 128,
         },
     ),
+    "deepseek-v2-lite-wide": (
+        "DeepseekV2Config",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 10944,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1408,
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "greedy",
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 40.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 0.707,
+                "mscale_all_dim": 0.707,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+    ),
     "mamba2-wide": (
         "Mamba2Config",
         {
@@ -1009,7 +1041,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name → transformers' configuration class, and the differences from `SIZES` and `_TOKENS`.
 
 "-wide" has the sizes of a published model but for vocabulary and number of layers: Qwen3.5-2B,
-LFM2-1.2B, Granite-4.0-H-Micro, Falcon-H1-0.5B, Mamba-2 130M.
+LFM2-1.2B, Granite-4.0-H-Micro, Falcon-H1-0.5B, Mamba-2 130M, DeepSeek-V2-Lite (6 of 64 experts).
 """
 
 

@@ -63,6 +63,11 @@ def turned(rotary: Any, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(rotary.forward_static(POSITIONS, row, None, *how)[0] for row in rows)
 
 
+def turned_heads(rotary: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    how = rotary.head_size, rotary.rotary_dim, rotary.cos_sin_cache.float(), rotary.is_neox_style
+    return rotary.forward_static(POSITIONS, q, k, *how)
+
+
 POSITIONS = torch.tensor([0, 630, 5, 5, 17, 1, 2, 3, 4, 40])
 ROWS = heavy(10, 48, seed=1)
 # a view, as of queries among keys and values
@@ -99,6 +104,11 @@ CASES: dict[str, tuple[Callable[[], CustomOp], Tensors, Callable[..., Any]]] = {
     "rotation of neighbours": (rope(32, 0.5, neox=False), QK, turned),
     "longer rotation of a part": (rope(32, 0.5, **YARN), QK, turned),
     "rotation of queries": (rope(32), QK[:1], turned),
+    "rotation of latent attention": (
+        rope(32, neox=False, **{**YARN, "rope_type": "deepseek_yarn", "mscale": 0.7}),
+        [t.view(10, -1, 32) for t in QK],
+        turned_heads,
+    ),
     "gate": (
         lambda: SiluAndMul(),
         [ROWS],
@@ -171,7 +181,8 @@ def test_values_are_the_engines_and_gradients_the_formulas(name: str, dtype: tor
     with kept_tensors() as kept:
         passed = operator(*arguments)
     added = isinstance(passed, tuple) and operators._written_out(operator) is operators._Norm
-    if formula is turned:
+    rotates = formula in (turned, turned_heads)
+    if rotates:
         keepable = [POSITIONS]
     else:
         inputs = [passed[1]] if added else rows
@@ -184,7 +195,7 @@ def test_values_are_the_engines_and_gradients_the_formulas(name: str, dtype: tor
     assert pairwise_equal(y, expected)
     assert [g.dtype for g in ours] == [t.dtype for t in (*rows, *masters)]
     fp32 = [t.detach().float().requires_grad_() for t in (*rows, *masters)]
-    formula = partial(turned, operator.module) if formula is turned else formula
+    formula = partial(formula, operator.module) if rotates else formula
     assert_near(
         ours,
         differentiated(formula, fp32)[1],

@@ -61,7 +61,8 @@ class LatentAttention:
             k_pe: rotated keys [N, 1, R].
         """
         weight = dequantized(self.stack, self.latent_columns, q.dtype, q.device)
-        y = _Latent.apply(q, kv_c_normed, k_pe.flatten(1), weight, self.sizes, self.sequences())
+        rotated = k_pe.flatten(1).to(q.dtype)  # as the engine's cache has them
+        y = _Latent.apply(q, kv_c_normed, rotated, weight, self.sizes, self.sequences())
         return y.flatten(1)
 
 

@@ -21,9 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from vllm import ir
+from vllm.model_executor.custom_op import CustomOp
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import (
+    DeepseekScalingRotaryEmbedding,
+)
 
 from qarl.quant.layers.compute_copy import MasterCopy
 from qarl.quant.layers.gradients import Gradients
@@ -99,6 +103,9 @@ def _written_out(operator: Operator) -> Any:
         getattr(RotaryEmbedding, name) for name in ("forward_cpu", "forward_cuda", "forward_native")
     }
     if isinstance(operator.module, RotaryEmbedding) and method in rotations:
+        return _Rotation
+    # It has a factor beside the rotation, in cosines and sines. Models overwrite what it rotates.
+    if kind is DeepseekScalingRotaryEmbedding and method is CustomOp.forward_cpu:
         return _Rotation
     return None
 
@@ -196,13 +203,19 @@ class _Rotation(torch.autograd.Function):
         """Return the gradients, turned by the transposed rotation."""
         operator = ctx.operator
         (positions,) = ctx.saved_tensors
+        in_torch = getattr(operator.method, "__func__", None) is CustomOp.forward_cpu
         # copies, because the engine's kernels rotate in place
         copies = [
-            g if g is None else g.clone(memory_format=torch.contiguous_format) for g in grad_outputs
+            g if g is None else g.to(torch.float32 if in_torch else g.dtype, copy=True).contiguous()
+            for g in grad_outputs
         ]
         with _turned_back(operator.module):
             gradients = operator.method(positions, *copies)
-        return None, None, *gradients[: len(grad_outputs)]
+        rounded = [
+            g if g is None else gradient.to(g.dtype)
+            for g, gradient in zip(grad_outputs, gradients, strict=False)
+        ]
+        return None, None, *rounded
 
 
 def _turned_back(rotary: Any) -> contextlib.AbstractContextManager[None]:
