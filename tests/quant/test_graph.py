@@ -56,7 +56,7 @@ def test_vllm_has_its_leaves_where_the_graph_takes_them():
     from vllm.distributed import parallel_state
     from vllm.model_executor.custom_op import CustomOp
     from vllm.model_executor.layers import rotary_embedding
-    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
     from vllm.model_executor.layers.linear import (
@@ -83,6 +83,13 @@ def test_vllm_has_its_leaves_where_the_graph_takes_them():
         "key",
         "value",
     ]
+    assert list(inspect.signature(MLAAttention.forward).parameters)[1:4] == [
+        "q",
+        "kv_c_normed",
+        "k_pe",
+    ]
+    for attribute in ("kv_b_proj", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "num_heads"):
+        assert f"self.{attribute} = " in text(inspect.unwrap(MLAAttention.__init__)), attribute
     for attribute in (
         "_forward_entry",
         "_shared_experts",

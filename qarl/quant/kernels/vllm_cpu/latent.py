@@ -78,8 +78,10 @@ class TokenMetadataBuilder(AttentionMetadataBuilder[TokenMetadata]):
         requests = short_requests(start, batch.seq_lens[: batch.num_reqs], 1)
         parts = self.kv_cache_spec.block_size // BLOCK
         table = batch.block_table_tensor[: batch.num_reqs, :, None] * parts + torch.arange(parts)
+        # without the pages that a longer sequence would have
+        pages = -(-int(requests.seen.max()) // BLOCK)
         return TokenMetadata(
-            table=table.flatten(1).to(torch.int32)[requests.sequence],
+            table=table.flatten(1)[:, :pages].to(torch.int32)[requests.sequence],
             seen=requests.seen,
             num_actual_tokens=len(requests.seen),
             num_prefills=batch.num_reqs,
