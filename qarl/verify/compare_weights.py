@@ -692,7 +692,11 @@ def _tied(trainer: Side, engine: Side) -> Iterator[Cause]:
             continue
         embedding = side.read(_EMBEDDING)["weight"]
         head = other.read(_HEAD)["weight"]
-        if not _rounds_to(embedding, head):
+        trainers, engines = (embedding, head) if side is trainer else (head, embedding)
+        cause = incomparable(_HEAD, trainers, engines)
+        if cause is not None:
+            yield cause
+        elif not _rounds_to(embedding, head):
             yield fault(
                 "tied",
                 _HEAD,

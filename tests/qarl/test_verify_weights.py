@@ -273,6 +273,18 @@ def test_a_bias_that_differs_is_named_as_a_weight_is(value: torch.Tensor, cause:
     assert (said.name, said.about) == (cause, (f"{name}.bias",))
 
 
+@pytest.mark.parametrize("tied", ["trainer", "engine"])
+def test_another_models_head_has_another_shape(tied: str):
+    """Contract: one side ties its head to the embedding, the other is a model of another width."""
+    embedding = "model.embed_tokens.weight"
+    one = {embedding: torch.ones(8, 4)}
+    other = {embedding: torch.ones(6, 2), "lm_head.weight": torch.ones(6, 2)}
+    sides = (one, other) if tied == "trainer" else (other, one)
+    (cause,) = qarl.verify.weights(*sides).faults
+    assert cause.name == "shape"
+    assert set(cause.about) == {"lm_head", "model.embed_tokens"}
+
+
 @pytest.fixture
 def server() -> Iterator[Callable[[dict[str, Any]], str]]:
     """Return a function that starts a server with these answers, by path, and returns its URL."""
