@@ -258,7 +258,7 @@ LEARNERS = {
 
 def evaluated(settings: RunConfig, folder: Path) -> dict[str, Any]:
     """Return the held-out accuracy of a checkpoint by greedy answers."""
-    asking = {"eval.problems": settings.eval.problems}
+    problems = {"eval.problems": settings.eval.problems}
     task = {
         f"task.{name}": value
         for name in ("name", "options", "correct", "reward")
@@ -267,7 +267,7 @@ def evaluated(settings: RunConfig, folder: Path) -> dict[str, Any]:
     rollout = settings.rollout
     evaluation = qarl.evaluate(
         folder,
-        asking | task,
+        problems | task,
         max_new_tokens=rollout.max_new_tokens,
         max_prompt_tokens=rollout.max_prompt_tokens,
         dtype=settings.dtype,

@@ -179,16 +179,16 @@ class Sampling:
         rollout: RolloutConfig,
         seed: int,
         first_prompt: int = 0,
-        asking: EvalConfig | None = None,
+        evaluation: EvalConfig | None = None,
     ) -> "Sampling":
         """Return the settings of a run's `rollout` section.
 
-        asking: an `eval` section, whose values override the `rollout` section's.
+        evaluation: an `eval` section, whose values override the `rollout` section's.
         """
         names = {field.name for field in fields(cls)}
         settings = rollout.model_dump(include=names)
-        if asking:
-            settings |= asking.model_dump(include=names)
+        if evaluation:
+            settings |= evaluation.model_dump(include=names)
         return cls(**settings, seed=seed, first_prompt=first_prompt)
 
     def with_stop_tokens(self, tokenizer: Any) -> "Sampling":

@@ -65,7 +65,7 @@ def evaluate(plan: EvaluationPlan, tasks: Mapping[str, Task], seed: int) -> Eval
             engine = stack.enter_context(open_engine(plan.checkpoint, plan.rollout, plan.dtype))
         for name, task in fitting.items():
             with phase(f"answering {name}"):
-                result = evaluate_task(engine, task, prompter, plan.asking, plan.rollout, seed)
+                result = evaluate_task(engine, task, prompter, plan.evaluation, plan.rollout, seed)
             results.append(dataclasses.replace(result, name=name))
     return Evaluation(
         target=plan.target,
@@ -79,30 +79,31 @@ def evaluate_task(
     engine: SamplingEngine,
     task: Task,
     prompter: Prompter,
-    asking: EvalConfig,
+    evaluation: EvalConfig,
     rollout: RolloutConfig,
     seed: int = 0,
     processes: Processes | None = None,
 ) -> Result:
     """Ask the policy that `engine` holds a task's held-out questions, and judge its answers.
 
-    asking: number of problems and samples, and sampling settings. rollout: length limits and stop
-    texts. seed: seed of problems and sampling. processes: each asks its own engine a share of the
-    questions, and all return the answers to all; these do not depend on the number of processes.
+    evaluation: number of problems and samples, and sampling settings. rollout: length limits and
+    stop texts. seed: seed of problems and sampling. processes: each asks its own engine a share of
+    the questions, and all return the answers to all; these do not depend on the number of
+    processes.
     """
     processes = processes or Processes()
-    problems = problems_once(task, asking.problems, seed)
+    problems = problems_once(task, evaluation.problems, seed)
     share = processes.share(problems)
-    sampling = Sampling.of(rollout, seed, processes.span(len(problems)).start, asking)
+    sampling = Sampling.of(rollout, seed, processes.span(len(problems)).start, evaluation)
     prompts = [prompter.prompt(problem) for problem in share]
     speaker = prompter.speaker(task.rollout, task.time_limit)
     _, completions = sample(engine, speaker, share, prompts, sampling)
     responses = responses_of(share, completions)
     rewards = task.rewards(responses) if task.checker is None else []
     verdicts = rewarded(rewards) if task.checker is None else task.correct(responses)
-    starts = range(0, len(verdicts), asking.samples)
+    starts = range(0, len(verdicts), evaluation.samples)
     questions = [
-        _question(problem, own, verdicts[start : start + asking.samples])
+        _question(problem, own, verdicts[start : start + evaluation.samples])
         for problem, own, start in zip(share, completions, starts, strict=True)
     ]
     signals = [reward for reward in processes.concatenated(rewards) if reward is not None]
@@ -147,7 +148,7 @@ def answers(plan: EvaluationPlan, question: str, seed: int) -> list[Completion]:
     problem = Problem(id="asked", question=question, answer="")
     if plan.task.system is not None:  # a question alone needs no template
         problem = problem.with_system_prompt(plan.task.system)
-    sampling = Sampling.of(plan.rollout, seed, asking=plan.asking)
+    sampling = Sampling.of(plan.rollout, seed, evaluation=plan.evaluation)
     prompt = prompter.prompt(problem)
     rollout = load_rollout(plan.task.rollout) if plan.task.rollout else None
     speaker = prompter.speaker(rollout, plan.task.time_limit)

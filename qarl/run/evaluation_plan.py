@@ -57,7 +57,7 @@ class EvaluationPlan:
     """Task; its system prompt and template also apply to a suite."""
     suite: Suite | None
     """Benchmarks to ask instead of the task's problems."""
-    asking: EvalConfig
+    evaluation: EvalConfig
     """Number of problems and samples, and sampling settings."""
 
     def settings(self, seed: int) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class EvaluationPlan:
         return {
             "seed": seed,
             **limits,
-            **self.asking.model_dump(mode="json", exclude={"every"}),
+            **self.evaluation.model_dump(mode="json", exclude={"every"}),
         }
 
     def tasks(self) -> dict[str, Task]:
@@ -116,10 +116,10 @@ def plan_evaluation(
     checkpoint = checkpoint or _model_folder(target)
     check_context(checkpoint, rollout.longest)
     task = noted_task(note, checkpoint).model_dump(mode="json") if note else {}
-    asking = note.get("eval", {})
+    settings = note.get("eval", {})
     # The run may have had no held-out evaluation, with 0 problems.
-    problems = _ALL if suite else asking.get("problems") or _PROBLEMS
-    chosen = overridden({"task": task, "eval": {**asking, "problems": problems}}, overrides)
+    problems = _ALL if suite else settings.get("problems") or _PROBLEMS
+    chosen = overridden({"task": task, "eval": {**settings, "problems": problems}}, overrides)
     return EvaluationPlan(
         target=target,
         checkpoint=checkpoint,
@@ -127,7 +127,7 @@ def plan_evaluation(
         rollout=rollout,
         task=chosen.task,
         suite=suite,
-        asking=chosen.eval,
+        evaluation=chosen.eval,
     )
 
 

@@ -20,7 +20,7 @@ def request_defaults(
     """
     chat = tokenizer.chat_template is not None
     end = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-    sampling = Sampling.of(config.rollout, 0, asking=config.eval).with_stop_tokens(tokenizer)
+    sampling = Sampling.of(config.rollout, 0, evaluation=config.eval).with_stop_tokens(tokenizer)
     return RequestDefaults(
         chat=chat,
         system=common_system(problems) if chat else None,

@@ -110,7 +110,7 @@ def note_requests(
     """
     prompts = [prompter.prompt(problem) for problem in problems]
     tokenizer = prompter.tokenizer
-    sampling = Sampling.of(config.rollout, 0, asking=config.eval).with_stop_tokens(tokenizer)
+    sampling = Sampling.of(config.rollout, 0, evaluation=config.eval).with_stop_tokens(tokenizer)
     own = {tokenizer.eos_token_id} - {None}  # of either engine, whatever its files say
     evaluated = sampled_requests(prompts, sampling, end_tokens(folder) | own)
     bodies = [_body(problem, defaults) for problem in problems]

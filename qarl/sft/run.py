@@ -251,8 +251,8 @@ def run_sft(plan: SftPlan, show: Callable[["SftStep"], None]) -> SftOutcome:
         defaults = replace(plan.defaults, **limits)
         export_checkpoint(learner.model, source, export, note, defaults)
     rollout = config.rollout.model_copy(update=limits)
-    asking = config.model_copy(update={"rollout": rollout})
-    served = note_requests(export, source, plan.prompter, plan.questions[:LIMIT], asking, defaults)
+    limited = config.model_copy(update={"rollout": rollout})
+    served = note_requests(export, source, plan.prompter, plan.questions[:LIMIT], limited, defaults)
     write_card(export)
     return SftOutcome(export=export, masters=masters, before=before, after=after, served=served)
 

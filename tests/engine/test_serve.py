@@ -75,7 +75,7 @@ def test_an_export_is_served_as_it_was_evaluated(measured: Path):
     Blind spot: one request at a time; a batch of the server's own making may round otherwise.
     """
     plan = plan_evaluation(str(measured), {})
-    assert plan.asking.problems == _QUESTIONS
+    assert plan.evaluation.problems == _QUESTIONS
     (result,) = evaluated(plan, 0).results
     expected = [question.answers[0] for question in result.questions]
     assert all(expected), "empty answers would equal any others"

@@ -398,7 +398,7 @@ def test_an_export_is_measured_as_its_run_is(tmp_path: Path, random_policy):
     assert of_export.rollout.max_num_seqs == 512
     assert of_export.dtype == "float16"
     assert of_export.rollout.max_new_tokens == 8
-    assert of_export.asking == config.eval.model_copy(update={"every": 50})
+    assert of_export.evaluation == config.eval.model_copy(update={"every": 50})
     changed = {
         "task.name": "gcd",
         "eval.samples": "4",
@@ -407,9 +407,9 @@ def test_an_export_is_measured_as_its_run_is(tmp_path: Path, random_policy):
     }
     other = plan_evaluation(str(run.export), **{**asked, "overrides": changed, "max_new_tokens": 9})
     assert (other.task, other.rollout.max_new_tokens) == (TaskConfig(name="gcd"), 9)
-    assert other.asking.samples == 4
-    assert other.asking.top_p == 0.95
-    assert other.asking.problems == config.eval.problems
+    assert other.evaluation.samples == 4
+    assert other.evaluation.top_p == 0.95
+    assert other.evaluation.problems == config.eval.problems
     with pytest.raises(ConfigError, match=r"--dtype bfloat16: run .* computes in float16; omit it"):
         plan_evaluation(str(run.path), **{**asked, "dtype": "bfloat16"})
     with pytest.raises(

@@ -79,7 +79,7 @@ def evaluated(config: RunConfig, prompter: Prompter) -> list[EngineRequest]:
     system = config.task.system
     problems = QUESTIONS if system is None else [p.with_system_prompt(system) for p in QUESTIONS]
     prompts = [prompter.prompt(problem) for problem in problems]
-    sampling = Sampling.of(config.rollout, 0, asking=config.eval).with_stop_tokens(tokenizer)
+    sampling = Sampling.of(config.rollout, 0, evaluation=config.eval).with_stop_tokens(tokenizer)
     ends = end_tokens(Path(tokenizer.name_or_path)) | {tokenizer.eos_token_id}
     return sampled_requests(prompts, sampling, ends)
 
