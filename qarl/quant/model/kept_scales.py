@@ -4,6 +4,7 @@ docs/guide/scales.md says what both are worth.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,25 @@ from qarl.quant.materialize.code_changes import quantized_weights
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.schemes import SchemeError, get_scheme, is_integer
 from qarl.quant.types import LowBitTensor
+
+
+@dataclass(frozen=True)
+class _KeptScales:
+    """One weight whose scales are kept."""
+
+    name: str
+    """Name of its master."""
+    layer: LowBitLayer[Any, Any]
+    """The layer that multiplies it."""
+    index: int
+    """Its index among the layer's masters."""
+    weight: LowBitWeight
+    """Its present version."""
+
+    @property
+    def master(self) -> torch.Tensor:
+        """The parameter it is rounded from."""
+        return self.layer.masters[self.index]
 
 
 def check_scale_rule(rule: ScaleRule, plan: LayerPlan) -> None:
@@ -59,11 +79,11 @@ def scales_state(model: LowBitModel) -> dict[str, torch.Tensor]:
     """
     state: dict[str, torch.Tensor] = {}
     offsets: dict[str, torch.Tensor] = {}
-    for name, layer, index, weight in _weights_with_kept_scales(model):
-        if weight.scale is not None:
-            state[name] = weight.scale
-        if index in layer.offsets:
-            offsets[f"{name}.move"] = layer.offsets[index]
+    for kept in _weights_with_kept_scales(model):
+        if kept.weight.scale is not None:
+            state[kept.name] = kept.weight.scale
+        if kept.index in kept.layer.offsets:
+            offsets[f"{kept.name}.move"] = kept.layer.offsets[kept.index]
     return state | offsets
 
 
@@ -72,9 +92,10 @@ def load_scales_state(model: LowBitModel, state: Mapping[str, torch.Tensor]) -> 
 
     Raises `ConfigError` if the state is of other weights.
     """
-    for name, layer, index, _ in _weights_with_kept_scales(model):
-        if f"{name}.move" in state:
-            layer.offsets[index] = torch.empty_like(layer.masters[index], dtype=torch.float32)
+    for kept in _weights_with_kept_scales(model):
+        if f"{kept.name}.move" in state:
+            offset = torch.empty_like(kept.master, dtype=torch.float32)
+            kept.layer.offsets[kept.index] = offset
     ours = scales_state(model)
     differing = sorted(state.keys() ^ ours.keys())
     if differing:
@@ -110,13 +131,12 @@ def start_from_codes(
     for ours, theirs in zip(model.low_bit_tensors(), tensors, strict=True):
         assert ours.name == theirs.name, f"{theirs.name!r} comes where {ours.name!r} should"
         ours.tensor.copy_(theirs.tensor)
-    for _, layer, index, weight in _weights_with_kept_scales(model):
-        master = layer.masters[index]
-        moved = _moved_to_codes(master, weight)
+    for kept in _weights_with_kept_scales(model):
+        moved = _moved_to_codes(kept.master, kept.weight)
         if keep_masters:
-            layer.offsets[index] = moved - master
+            kept.layer.offsets[kept.index] = moved - kept.master
         else:
-            master.copy_(moved)
+            kept.master.copy_(moved)
     model.refresh()
     for ours, theirs in zip(model.low_bit_tensors(), tensors, strict=True):
         if not torch.equal(ours.tensor.cpu(), theirs.tensor):
@@ -127,20 +147,19 @@ def start_from_codes(
             )
 
 
-def _weights_with_kept_scales(
-    model: LowBitModel,
-) -> Iterator[tuple[str, LowBitLayer[Any, Any], int, LowBitWeight]]:
-    """Yield every weight whose scales are kept.
-
-    A tuple has the weight's name, its layer, its index among the layer's masters, and its present
-    version.
-    """
+def _weights_with_kept_scales(model: LowBitModel) -> Iterator[_KeptScales]:
+    """Yield every weight whose scales are kept."""
     names = {id(parameter): name for name, parameter in model.loaded.items()}
     for layer in model.low_bit_layers():
         if layer.keeps_scales:
             pairs = zip(layer.masters, quantized_weights(layer.low_bit), strict=True)
             for index, (master, weight) in enumerate(pairs):
-                yield names[id(master)], layer, index, weight
+                yield _KeptScales(
+                    name=names[id(master)],
+                    layer=layer,
+                    index=index,
+                    weight=weight,
+                )
 
 
 def _moved_to_codes(master: torch.Tensor, weight: LowBitWeight) -> torch.Tensor:
