@@ -37,11 +37,11 @@ _MODEL_FILES = (
     *("preprocessor_config.json", "processor_config.json"),
 )
 """Files of a model's folder on which tokens, prompts or weights depend."""
-_WHOLE = 64 * 2**20
+_LARGEST_COMPLETE = 64 * 2**20
 """Files of up to this many bytes are digested completely, larger ones by samples."""
-_SAMPLES = 16
+_SAMPLE_COUNT = 16
 """Number of samples of a large file. Training changes the bytes of all of them."""
-_SAMPLE = 64 * 2**10
+_SAMPLE_BYTES = 64 * 2**10
 """Bytes of a sample."""
 _FUNCTION = re.compile(r"\s*(?P<source>[^:,=]+):[^:,]+")
 """Matches each function of a list such as `mine.py:a=1, mine.py:b=0.2`."""
@@ -145,12 +145,12 @@ def _digest(file: Path) -> str:
     """Return the SHA-256 of a file's bytes, or of its size and samples of them."""
     with file.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
-        if size <= _WHOLE:
+        if size <= _LARGEST_COMPLETE:
             return hashlib.file_digest(stream, "sha256").hexdigest()
         digest = hashlib.sha256(str(size).encode())
-        for index in range(_SAMPLES):
-            stream.seek(index * (size - _SAMPLE) // (_SAMPLES - 1))
-            digest.update(stream.read(_SAMPLE))
+        for index in range(_SAMPLE_COUNT):
+            stream.seek(index * (size - _SAMPLE_BYTES) // (_SAMPLE_COUNT - 1))
+            digest.update(stream.read(_SAMPLE_BYTES))
         return digest.hexdigest()
 
 

@@ -113,7 +113,7 @@ def test_what_is_no_input_changes_nothing(run: RunConfig):
 
 def test_large_weights_are_told_apart_by_samples(run: RunConfig, monkeypatch: pytest.MonkeyPatch):
     """Training changes all bytes. A change of few bytes between samples is not noticed."""
-    monkeypatch.setattr(inputs, "_WHOLE", 1000)
+    monkeypatch.setattr(inputs, "_LARGEST_COMPLETE", 1000)
     generator = torch.Generator().manual_seed(0)
     file = Path("model/model.safetensors")
     seen = set()
