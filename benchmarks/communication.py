@@ -331,7 +331,7 @@ def _learner(
     )
     if not job["keeps"]:
         learner.model.release_codes()
-        learner.model.drop_products()
+        learner.model.drop_kernels()
     return learner
 
 

@@ -264,8 +264,8 @@ class Learner:
             old = learning.old.rows_like(micro.index, current)
         share = self._loss(learning, micro, rows, current, old, mini.size)
         if is_last and self.config.gradient_checkpointing is not True:
-            # No forward needs this version's products again: the step makes the next version.
-            self.model.release_products()
+            # No forward needs this version's kernels again: the step makes the next version.
+            self.model.release_kernels()
         with self.stopwatch("backward"):
             # A dummy micro-batch runs its backward for the collectives, and adds nothing.
             scale = 0.0 if micro.is_dummy else self.loss_scale.scale

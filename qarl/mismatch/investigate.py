@@ -51,13 +51,13 @@ class LearnerKind:
     """A way to compute a learner's log-probs, by the arguments of `LowBitModel`."""
 
     kernel: str
-    """Kernel family of products."""
+    """Kernel family of linear layers and experts."""
 
     aligned: bool
     """Whether codes are multiplied, or masters in the compute dtype."""
 
     operators: str
-    """Operators between products: "engine", "transformers" or "auto"."""
+    """Operators between these layers: "engine", "transformers" or "auto"."""
 
 
 FIRST = 8

@@ -138,7 +138,7 @@ class Count:
         cached_codes = f"the learner's weights in {scheme}"
         codes = cached_codes if learner.keep_codes else f"{scheme} made when needed"
         yield Part("codes", self.codes(), codes)
-        layout = 0 if self.config.shares_engine else self.own_products
+        layout = 0 if self.config.shares_engine else self.kernel_layouts
         whose = "the learner's own" if learner.keep_kernel_layout else "a layer's"
         yield Part("kernel layout", layout, whose)
         yield Part("reference", self.reference(), "of the KL penalty")
@@ -303,7 +303,7 @@ class Count:
         return low_bit + self.outside + casts
 
     @property
-    def own_products(self) -> int:
+    def kernel_layouts(self) -> int:
         """Bytes of the kernel layout of a model that does not share the engine's layers.
 
         The family "reference" dequantizes its matrices to the compute dtype. The output head is
@@ -321,7 +321,7 @@ class Count:
             return 0
         masters = self.shapes.parameters * ITEMSIZE[self.config.learner.master_dtype]
         base = masters // self.base_shares
-        return base + self.codes() + self.own_products
+        return base + self.codes() + self.kernel_layouts
 
     @property
     def gathers(self) -> bool:

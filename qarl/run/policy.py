@@ -253,4 +253,4 @@ def free_uncached(model: LowBitModel, learner: LearnerConfig) -> None:
     if not learner.keep_codes:
         model.release_codes()
     if not learner.keep_kernel_layout:
-        model.drop_products()
+        model.drop_kernels()

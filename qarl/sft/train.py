@@ -156,8 +156,8 @@ def accumulate_gradients(learner: Learner, batch: Batch, rows: RowLogprobs) -> N
             auxiliary = load_balance_loss(model, micro.real(), scorer.packed_rows(micro))
             loss = loss + balance * len(part.index) / len(index) * auxiliary
         if part is parts[-1] and learner.config.gradient_checkpointing is not True:
-            # No forward needs this version's products again: the step makes the next version.
-            model.release_products()
+            # No forward needs this version's kernels again: the step makes the next version.
+            model.release_kernels()
         learner.optimizer.backward(loss * scale, part is parts[-1])
     scorer.all_reduce(rows, index, model)
 

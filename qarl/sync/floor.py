@@ -66,7 +66,7 @@ class FixedSequences:
         tokens = self.tokens.to(model.device)
         mask = self.response_mask.to(model.device)
         packed = self._packed if packs(model, "auto") else None
-        with model.forward_as(Forward.PUBLISHED), model.context.own_products():
+        with model.forward_as(Forward.PUBLISHED), model.context.own_kernels():
             logprobs, _ = token_logprobs(model, tokens, mask, packed=packed, entropy=False)
         return logprobs.cpu()
 

@@ -68,16 +68,16 @@ def held(experts: Any) -> dict[str, torch.Tensor]:
 
 
 def check_every_layer_is_the_engines(model: LowBitModel, engine: VllmEngine) -> None:
-    """Check that the engine has the bytes of the learner's product, and multiplies alike.
+    """Check that the engine has the bytes of the learner's kernel, and multiplies alike.
 
-    The product is built again from the published tensors. The results of several batches are equal
+    The kernel is built again from the published tensors. The results of several batches are equal
     to the bit.
     """
     for name, layer in model.experts.items():
-        product: Any = make_factory("vllm", layer.context.dtype).experts(
+        kernel: Any = make_factory("vllm", layer.context.dtype).experts(
             layer.layer, layer.shape, layer.codes()
         )
-        ours = held(product._experts)
+        ours = held(kernel._experts)
         theirs = call(engine, lambda m, n: held(routed_experts(m, n)), name)
         assert ours.keys() == theirs.keys()
         assert ours
@@ -86,7 +86,7 @@ def check_every_layer_is_the_engines(model: LowBitModel, engine: VllmEngine) -> 
         for tokens in (1, 5, 40):
             weights, index = routed(tokens, layer.shape)
             x = heavy(tokens, layer.shape.hidden, seed=tokens, rows=False).to(model.dtype)
-            with torch.no_grad(), model.context.own_products():
+            with torch.no_grad(), model.context.own_kernels():
                 y = call(engine, forward, name, x, weights, index)
                 assert torch.equal(layer(x, index, weights), y), f"{name}, {tokens} tokens"
 
@@ -162,7 +162,7 @@ def test_publishes_equal_a_fresh_engine_bit_for_bit(
 ):
     """Check tensors, products and answers before and after publishes of changing weights.
 
-    Expert by expert the engine has the tensors of the learner's own product. It multiplies to the
+    Expert by expert the engine has the tensors of the learner's own kernel. It multiplies to the
     same bits, and answers as an engine that loaded the last weights from disk. This includes layers
     of experts in different schemes, and a router that is quantized by its exact name. oneDNN's
     packed int8 weights are not parameters; for them equal products are the proof. DeepSeek has a

@@ -240,7 +240,7 @@ def test_layers_shared_with_the_engine_compute_what_layers_of_its_own_do(
         written = [parameter.data_ptr() for parameter in head.parameters()]
         assert publisher.publish(version).version == version
         assert written == [parameter.data_ptr() for parameter in head.parameters()]
-        with model.context.own_products():
+        with model.context.own_kernels():
             assert torch.equal(logits(model), theirs)
     theirs = {id(module) for module in engine.shared_layers()._layers.values()}
     # qkv and gate_up, o and down of two layers, the head
@@ -272,7 +272,7 @@ def test_every_sampled_tokens_logprob_is_the_learners_to_the_last_bit(shared: Sh
     disturb(model, 8)
     publisher.publish(1)
     for temperature, own in itertools.product((1.0, 0.6), (False, True)):
-        with model.context.own_products() if own else contextlib.nullcontext():
+        with model.context.own_kernels() if own else contextlib.nullcontext():
             assert sampled_mismatch(model, engine, temperature).equal == 1.0
 
 

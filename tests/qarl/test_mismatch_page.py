@@ -97,7 +97,7 @@ def test_a_wrong_layer_is_found_and_named():
     weight = models[2].linears[WRONG].codes()
     assert weight.scale is not None
     weight.scale.mul_(1.1)
-    models[2].release_products()
+    models[2].release_kernels()
     rows = mismatch.layer_errors(*models, batch)
     assert [row.layer for row in faulty_layers(rows)] == [WRONG]
     assert not faulty_layers(list(before.values()))

@@ -277,11 +277,11 @@ def test_materialization_of_experts_into_buffers_keeps_their_addresses(name: str
 
 
 @pytest.mark.parametrize("aligned", [True, False], ids=["aligned", "plain"])
-def test_products_are_built_at_the_first_forward_of_a_version(aligned: bool):
+def test_kernels_are_built_at_the_first_forward_of_a_version(aligned: bool):
     """Contract: refresh() makes no second copy for an aligned layer.
 
     The first forward does, once, from the version that refresh() made, even if the masters have
-    changed since. A product that was released is built again from the same version.
+    changed since. A kernel that was released is built again from the same version.
     """
     built: list[str] = []
     reference = make_factory("reference", torch.bfloat16)
@@ -305,7 +305,7 @@ def test_products_are_built_at_the_first_forward_of_a_version(aligned: bool):
         bias.add_(1.0)
     assert torch.equal(linear(x), expected)
     assert torch.equal(linear(x), expected)
-    linear.release_product()
+    linear.release_kernel()
     assert torch.equal(linear(x), expected)
     assert built == (["up"] * 3 if aligned else [])
 

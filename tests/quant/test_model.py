@@ -97,7 +97,7 @@ def test_the_stream_is_the_storage_the_forward_uses(tied: bool, scheme: str):
     name = "model.layers.0.mlp.up_proj"
     suffix, _ = next(iter(model.linears[name].codes().tensors()))
     streamed[f"{name}.{suffix}"].view(torch.uint8).fill_(0)
-    model.release_products()
+    model.release_kernels()
     assert not torch.equal(all_logits(model, some_tokens()), before)
 
 

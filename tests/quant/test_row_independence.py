@@ -333,13 +333,13 @@ def test_a_layer_that_multiplies_a_single_row_differently_is_named(
     """
     model = random_policy(experts=False)
     stack = next(iter(model._layers.stacks.values()))
-    product = stack.product
+    kernel = stack.kernel
 
     class RowAloneIsOther:
-        name = product.name
+        name = kernel.name
 
         def __call__(self, x: torch.Tensor) -> torch.Tensor:
-            return product(x) + (len(x) == 1)
+            return kernel(x) + (len(x) == 1)
 
     monkeypatch.setattr(stack, "_kernel", RowAloneIsOther())
     checked = model.check_rows()

@@ -281,7 +281,7 @@ def test_codes_that_are_not_kept_are_made_again_to_the_same_bits(scheme: str, ki
             keep_scales(model)
     models[1].release_codes()
     if way == "kernels too":
-        models[1].drop_products()
+        models[1].drop_kernels()
     tokens = some_tokens()
     for _ in range(2):
         streams = []

@@ -233,15 +233,15 @@ class Graph:
         elif isinstance(module, LinearBase):
             stack = self._stack(name, module)
             _without_parameters(module)
-            product: Any = _Product(stack)
-            module.quant_method = product
+            method: Any = _LowBitMethod(stack)
+            module.quant_method = method
             if isinstance(module, GateLinear):
                 module.forward = _gate(module, stack)
         elif isinstance(module, VocabParallelEmbedding):
             weight = self._masters.weights.get((name, "weight"))
             _without_parameters(module)
-            product = _Product(self._masters.stacks.get(name), weight, self._masters.padding)
-            module.quant_method = product
+            method = _LowBitMethod(self._masters.stacks.get(name), weight, self._masters.padding)
+            module.quant_method = method
         elif isinstance(module, Attention):
             module.forward = self._attention(name, module)
         elif is_latent_attention(module):
@@ -418,7 +418,7 @@ def _deepstack(module: Any, rows: torch.Tensor) -> contextlib.AbstractContextMan
     )
 
 
-class _Product:
+class _LowBitMethod:
     """Replacement of a layer's `quant_method` that multiplies by a stack or looks up in a copy."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Kernels of low-bit products. Each module here makes `LowBitMatmul`s from `LowBitWeight`s.
+"""Kernels of low-bit weights. Each module here makes `LowBitMatmul`s from `LowBitWeight`s.
 
 - `vllm`: the layer object that vLLM itself builds for the scheme, shape and platform.
 - `engine_layers`: the layer object of the running engine, which already holds the weights.
@@ -19,19 +19,19 @@ KERNELS = ("auto", "vllm", "reference")
 __all__ = ["KERNELS", "KernelError", "KernelFactory", "LowBitMatmul", "make_factory"]
 
 
-def make_factory(kernel: str, dtype: torch.dtype) -> KernelFactory:
-    """Return a factory of products by `kernel`, one of KERNELS, that compute in `dtype`.
+def make_factory(family: str, dtype: torch.dtype) -> KernelFactory:
+    """Return the factory of a family of kernels, one of KERNELS, that compute in `dtype`.
 
-    Raises `KernelError` if the kernel is unknown or cannot run.
+    Raises `KernelError` if the family is unknown or cannot run.
     """
-    if kernel not in KERNELS:
-        raise KernelError(f"unknown kernel {kernel!r}: known are {', '.join(map(repr, KERNELS))}")
-    if kernel == "vllm" and not has_vllm():
+    if family not in KERNELS:
+        raise KernelError(f"unknown kernel {family!r}: known are {', '.join(map(repr, KERNELS))}")
+    if family == "vllm" and not has_vllm():
         raise KernelError(
             "learner.kernel 'vllm' needs vllm in the learner's environment; use 'reference' or"
             " 'auto'"
         )
-    if kernel == "reference" or not has_vllm():
+    if family == "reference" or not has_vllm():
         return ReferenceFactory(dtype)
     with collections_paused():
         from qarl.quant.kernels.vllm import VllmFactory

@@ -1,4 +1,7 @@
-"""Interface of every kernel family: protocols of a layer's prepared product, and the error.
+"""Interface of every kernel family: protocols of a layer's kernel, and the error.
+
+A kernel is a callable over one weight version of a layer. It holds the weight in the layout that it
+multiplies, the kernel layout, and returns the product.
 
 Axes: N tokens, O output rows, I input columns, H hidden columns, K experts a token.
 """
@@ -43,14 +46,14 @@ class Scoring:
 
 
 class LowBitMatmul(Protocol):
-    """One layer's prepared product.
+    """Kernel of one layer, or of several that are multiplied as one.
 
-    It holds the weight in the layout that its kernel needs, and never changes the low-bit tensors.
+    It holds the weight in its own layout, and never changes the low-bit tensors.
     """
 
     @property
     def name(self) -> str:
-        """Name of the kernel that multiplies."""
+        """Name of the kernel, as the audit has it."""
         ...
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -59,11 +62,11 @@ class LowBitMatmul(Protocol):
 
 
 class ExpertsMatmul(Protocol):
-    """One layer's routed experts, prepared. It never changes the low-bit tensors."""
+    """Kernel of one layer's routed experts. It never changes the low-bit tensors."""
 
     @property
     def name(self) -> str:
-        """Name of the kernel that multiplies."""
+        """Name of the kernel, as the audit has it."""
         ...
 
     def __call__(
@@ -83,7 +86,7 @@ class ExpertsMatmul(Protocol):
 
 
 class KernelFactory(Protocol):
-    """Factory of a model's products from its low-bit weights."""
+    """Factory of the kernels of a model's layers, from their low-bit weights."""
 
     def linear(
         self,
@@ -92,11 +95,11 @@ class KernelFactory(Protocol):
         biases: Sequence[torch.Tensor | None],
         like: Any = None,
     ) -> LowBitMatmul:
-        """Return the product of one layer, or of several layers that the engine multiplies as one.
+        """Return the kernel of one layer, or of several layers that the engine multiplies as one.
 
         Args:
             name: checkpoint name of a single layer, the engine's name of several.
-            weights: weight of each layer; the product's rows are theirs in this order.
+            weights: weight of each layer; the output's columns are their rows in this order.
             biases: bias of each layer, compute dtype [O], or None.
             like: the engine's module, if its dtype or forward differs from the factory's.
         """
@@ -109,7 +112,7 @@ class KernelFactory(Protocol):
         weights: LowBitExperts,
         biases: Sequence[torch.Tensor] = (),
     ) -> ExpertsMatmul:
-        """Return the product of a layer's routed experts.
+        """Return the kernel of a layer's routed experts.
 
         Args:
             layer: the engine's name of the experts' module, without an expert's number.

@@ -38,10 +38,10 @@ class ExpertsLoop:
     """Experts y = Σ_k w_k · down(gated(gate_up(x))), summed by `sum_over_experts`."""
 
     def __init__(self, pairs: Sequence[tuple[LowBitMatmul, LowBitMatmul]], activation: str):
-        """Take every expert's pair of products.
+        """Take every expert's pair of kernels.
 
         Args:
-            pairs: products with gate and up, [2I, H], and with down, [H, I].
+            pairs: kernels of gate and up, [2I, H], and of down, [H, I].
             activation: see `gate_of`.
         """
         self._pairs = pairs

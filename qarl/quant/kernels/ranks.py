@@ -24,11 +24,11 @@ from qarl.quant.materialize.experts import LowBitExperts
 
 
 @dataclass(frozen=True)
-class RankProducts:
-    """Product of a row-parallel layer, or of several that are multiplied as one."""
+class RowParallelMatmul:
+    """Kernel of a row-parallel layer, or of several that are multiplied as one."""
 
     ranks: Sequence[LowBitMatmul]
-    """Product of each rank's columns."""
+    """Kernel of each rank's columns."""
 
     @property
     def name(self) -> str:
@@ -63,18 +63,18 @@ def row_parallel(
     biases: Sequence[torch.Tensor | None],
     like: Any = None,
 ) -> LowBitMatmul:
-    """Return a product of layers whose input columns are divided among `ranks` ranks.
+    """Return the kernel of layers whose input columns are divided among `ranks` ranks.
 
     The other arguments are those of `KernelFactory.linear`.
     """
     if ranks == 1:
         return factory.linear(name, weights, biases, like)
-    products = []
+    kernels = []
     for rank in range(ranks):
         own = [weight.columns(rank, ranks) for weight in weights]
         own_biases = biases if rank == 0 else [None] * len(biases)
-        products.append(factory.linear(name, own, own_biases, like))
-    return RankProducts(products)
+        kernels.append(factory.linear(name, own, own_biases, like))
+    return RowParallelMatmul(kernels)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def experts_of_ranks(
     weights: LowBitExperts,
     biases: Sequence[torch.Tensor] = (),
 ) -> ExpertsMatmul:
-    """Return the product of experts that are divided among `ranks` ranks.
+    """Return the kernel of experts that are divided among `ranks` ranks.
 
     A rank weights and sums its parts of a token's experts, and rounds; then ranks are summed. The
     other arguments are those of `KernelFactory.experts`.

@@ -1,4 +1,4 @@
-"""Products in the compute dtype.
+"""Kernels that multiply in the compute dtype.
 
 The weight is a master cast to that dtype (the unaligned learner) or dequantized codes (fake quant).
 
@@ -23,7 +23,7 @@ from qarl.quant.schemes import Scheme
 
 @dataclass(frozen=True)
 class PlainMatmul:
-    """Dense product y = x · Wᵀ + b."""
+    """Kernel of the dense product y = x · Wᵀ + b."""
 
     weight: torch.Tensor
     """W, compute dtype [O, I]."""
@@ -43,13 +43,13 @@ class PlainMatmul:
 
 @dataclass(frozen=True)
 class SideBySide:
-    """Product of several layers with the same input, computed one layer at a time.
+    """Kernel of several layers with the same input, which multiplies them one at a time.
 
     Each layer's outputs have the bits that they have on their own.
     """
 
     parts: Sequence[LowBitMatmul]
-    """Product of each layer."""
+    """Kernel of each layer."""
     name: str = "dequantized"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ class SideBySide:
 
 @dataclass(frozen=True)
 class ReferenceFactory:
-    """Factory of products that dequantize, then multiply, in `dtype`.
+    """Factory of kernels that dequantize, then multiply, in `dtype`.
 
     It supports every scheme on every device.
     """
@@ -75,7 +75,7 @@ class ReferenceFactory:
         biases: Sequence[torch.Tensor | None],
         like: Any = None,
     ) -> SideBySide:
-        """Return a product; see `KernelFactory.linear`."""
+        """Return a layer's kernel; see `KernelFactory.linear`."""
         dtype = self.dtype if like is None else like.params_dtype
         parts = [
             PlainMatmul(weight.dequantized(dtype), bias, weight.scheme)
@@ -92,14 +92,14 @@ class ReferenceFactory:
     ) -> ExpertsLoop:
         """Return a layer's experts; see `KernelFactory.experts`."""
 
-        def expert_product(weight: LowBitWeight, bias: torch.Tensor | None) -> SideBySide:
+        def expert_kernel(weight: LowBitWeight, bias: torch.Tensor | None) -> SideBySide:
             return self.linear(layer, [weight], [bias])
 
         first, second = biases or ([None] * shape.experts,) * 2
         pairs = [
             (
-                expert_product(expert.gate_up, first[number]),
-                expert_product(expert.down, second[number]),
+                expert_kernel(expert.gate_up, first[number]),
+                expert_kernel(expert.down, second[number]),
             )
             for number, expert in enumerate(weights.experts)
         ]

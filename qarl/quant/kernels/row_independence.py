@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import torch
 
-RowProduct = Callable[[torch.Tensor], torch.Tensor]
-"""Product of inputs [N, I] with a weight → [N, O]."""
+RowKernel = Callable[[torch.Tensor], torch.Tensor]
+"""Function that multiplies inputs [N, I] by a weight → [N, O]."""
 
 ROWS_TESTED = 64
 """Number of rows that are computed together, as the expected values."""
@@ -30,7 +30,7 @@ _CANCELLED = 16
 
 @dataclass(frozen=True)
 class Dependence:
-    """Dependence of a product's rows on neighbouring rows or on threads."""
+    """Dependence of a kernel's rows on neighbouring rows or on threads."""
 
     when: str
     """The condition that changed the values: "1 row alone", "3 rows", "on 1 thread"."""
@@ -67,29 +67,29 @@ def cancelling_inputs(
 
 
 def find_dependence(
-    product: RowProduct, x: torch.Tensor, rows: slice | torch.Tensor = slice(_CANCELLED)
+    kernel: RowKernel, x: torch.Tensor, rows: slice | torch.Tensor = slice(_CANCELLED)
 ) -> Dependence | None:
-    """Return how a product's rows depend on neighbouring rows or on threads; None if they do not.
+    """Return how a kernel's rows depend on neighbouring rows or on threads; None if they do not.
 
     All rows together, on all of torch's threads, are compared with some rows alone, with a few at a
     time, and with all on one thread.
 
     Args:
-        product: the product to test.
+        kernel: the kernel to test.
         x: inputs, compute dtype [N, I], at least `ROWS_TESTED` rows.
         rows: output rows of the weight that are compared.
     """
-    together = product(x)[:, rows].clone()
+    together = kernel(x)[:, rows].clone()
     for count in _FEWER:
         when = "1 row alone" if count == 1 else f"{count} rows"
         for start in range(_ALONE if count == 1 else 1):
-            part = product(x[start : start + count].contiguous())[:, rows]
+            part = kernel(x[start : start + count].contiguous())[:, rows]
             difference = _difference(when, part, together[start : start + count])
             if difference is not None:
                 return difference
     if x.device.type != "cpu" or torch.get_num_threads() == 1:
         return None
-    return _difference("on 1 thread", on_threads(1, lambda: product(x)[:, rows]), together)
+    return _difference("on 1 thread", on_threads(1, lambda: kernel(x)[:, rows]), together)
 
 
 def _difference(when: str, values: torch.Tensor, expected: torch.Tensor) -> Dependence | None:

@@ -157,8 +157,8 @@ def kept_support(scheme: str, dtype: torch.dtype, experts: bool = False) -> Supp
 def _multiply(x: torch.Tensor, scheme: Scheme) -> tuple[str, torch.Tensor]:
     """Return the name of the kernel and its product of x with a small layer."""
     weight = materialize(_master(_SHAPE, x.device), scheme, x.dtype)
-    product = make_factory("vllm", x.dtype).linear("a small layer", [weight], [None])
-    return product.name, product(x)
+    kernel = make_factory("vllm", x.dtype).linear("a small layer", [weight], [None])
+    return kernel.name, kernel(x)
 
 
 def _multiply_experts(x: torch.Tensor, scheme: Scheme) -> tuple[str, torch.Tensor]:
@@ -176,10 +176,10 @@ def _multiply_experts(x: torch.Tensor, scheme: Scheme) -> tuple[str, torch.Tenso
     gate_up = _master((count, 2 * columns, columns), x.device)
     down = _master((count, columns, columns), x.device)
     weights = materialize_experts(gate_up, down, scheme, x.dtype, _EXPERTS)
-    product = make_factory("vllm", x.dtype).experts(_EXPERTS, shape, weights)
+    kernel = make_factory("vllm", x.dtype).experts(_EXPERTS, shape, weights)
     index = torch.arange(count, device=x.device).expand(len(x), count)
     halves = torch.full(index.shape, 0.5, device=x.device)
-    return product.name, product(x, halves, index)
+    return kernel.name, kernel(x, halves, index)
 
 
 def _master(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

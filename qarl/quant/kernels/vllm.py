@@ -1,4 +1,4 @@
-"""Products by layers that vLLM builds, with the engine's classes, kernels and layout.
+"""Kernels of layers that vLLM builds, with the engine's classes and layout.
 
 vLLM's linear layers get the scheme's own `quantization_config`, so vLLM resolves the scheme's class
 and kernel from the text that it reads in a checkpoint. The low-bit tensors are loaded through the
@@ -121,7 +121,7 @@ class VllmFactory:
         biases: Sequence[torch.Tensor | None],
         like: Any = None,
     ) -> VllmMatmul:
-        """Return a product; see `KernelFactory.linear`."""
+        """Return a layer's kernel; see `KernelFactory.linear`."""
         first = weights[0]
         rows = [weight.shape[0] for weight in weights]
         with self._loading(first.codes.device):

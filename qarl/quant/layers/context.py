@@ -41,7 +41,7 @@ class LayerContext:
     def __init__(
         self,
         dtype: torch.dtype,
-        kernel: str,
+        kernel_family: str,
         aligned: bool = True,
         compute_dtype: torch.dtype | None = None,
         kv_cache: str | None = None,
@@ -57,7 +57,7 @@ class LayerContext:
         """The engine's compute dtype: of activations, embeddings, norms, and published scales."""
         self.compute_dtype = compute_dtype or dtype
         """Compute dtype of an unaligned learner's forward. Default: `dtype`."""
-        self.kernel = kernel
+        self.kernel_family = kernel_family
         """Family of kernels that multiply the codes, one of `quant.kernels.KERNELS`."""
         self.aligned = aligned
         """If True, the learner multiplies the codes. If False, it multiplies its masters cast to
@@ -83,10 +83,10 @@ class LayerContext:
         checkpointing).
         """
         self.engine: KernelFactory | None = None
-        """Factory of the running engine's own layers, which replace `kernel`'s products; None if
-        these are not shared. The engine's layers hold each weight version before it is used.
+        """Factory of the running engine's own layers, which replace the learner's own kernels; None
+        if they are not shared. The engine's layers hold each weight version before it is used.
         """
-        self.keeps_products = True
+        self.keeps_kernels = True
         """If True, layers also cache the codes in the layout of their own kernels. If False,
         kernels are prepared again at every use.
         """
@@ -94,8 +94,8 @@ class LayerContext:
         """If True, layers cache the codes of a version. If False, codes are recomputed at every
         use: slower, less memory.
         """
-        self._own = make_factory(kernel, dtype)
-        """Factory of `kernel`'s products."""
+        self._own = make_factory(kernel_family, dtype)
+        """Factory of the learner's own kernels."""
         self.forward = Forward.LEARNER
         """Values of the weights that the present forward multiplies."""
         self._roundings: torch.Generator | None = None
@@ -105,16 +105,16 @@ class LayerContext:
         """Make layers recompute a version's codes at every use."""
         self.keeps_codes = False
 
-    def drop_products(self) -> None:
+    def drop_kernels(self) -> None:
         """Make layers prepare their kernels again at every use."""
-        self.keeps_products = False
+        self.keeps_kernels = False
 
     def divide_among(self, ranks: int) -> None:
-        """Multiply as `ranks` ranks of the engine do; products prepared before do not."""
+        """Multiply as `ranks` ranks of the engine do; kernels prepared before do not."""
         self.ranks = ranks
 
     def multiply_with(self, engine: KernelFactory | None) -> None:
-        """Multiply with the running engine's own layers, or with `kernel`'s again (None)."""
+        """Multiply with the running engine's own layers, or with kernels of their own (None)."""
         self.engine = engine
 
     def set_checkpointing(self, checkpointing: bool) -> None:
@@ -123,7 +123,7 @@ class LayerContext:
 
     @property
     def factory(self) -> KernelFactory:
-        """Factory of the layers' products: the engine's if it is shared, else `kernel`'s."""
+        """Factory of the layers' kernels: the engine's layers if they are shared, else own ones."""
         return self.engine or self._own
 
     @property
@@ -176,11 +176,11 @@ class LayerContext:
         """Return a context within which layers use kernels of their own, as an engine of one rank
         multiplies.
         """
-        return replaced(self, ranks=1, engine=None, keeps_products=False)
+        return replaced(self, ranks=1, engine=None, keeps_kernels=False)
 
-    def own_products(self) -> AbstractContextManager[None]:
+    def own_kernels(self) -> AbstractContextManager[None]:
         """Return a context within which layers use kernels of their own, not the engine's.
 
         Each kernel is freed after its use.
         """
-        return replaced(self, engine=None, keeps_products=False)
+        return replaced(self, engine=None, keeps_kernels=False)

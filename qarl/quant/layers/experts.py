@@ -231,7 +231,7 @@ class _StraightThrough(torch.autograd.Function):
         ctx.experts = experts
         ctx.save_for_backward(weights, index, *kept)
         # `.data`, as in `quant.layers.linear`
-        y = experts.product(x, weights, index)
+        y = experts.kernel(x, weights, index)
         columns = experts.shape.hidden + experts.shape.intermediate
         return experts.context.rounded(y, experts.scheme, columns).data
 

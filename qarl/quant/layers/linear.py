@@ -105,7 +105,7 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x̂ · Ŵᵀ + bias for x in the compute dtype: [..., I] → [..., O]."""
-        return multiply((self,), self.product, x)
+        return multiply((self,), self.kernel, x)
 
     def weight_used(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return the weight that the forward multiplied, [O, I].
@@ -119,13 +119,13 @@ class LowBitLinear(LowBitLayer[LowBitWeight, LowBitMatmul]):
 
 
 def multiply(
-    parts: "Sequence[LowBitLinear]", product: LowBitMatmul, x: torch.Tensor
+    parts: "Sequence[LowBitLinear]", kernel: LowBitMatmul, x: torch.Tensor
 ) -> torch.Tensor:
     """Return the outputs of all parts for one input.
 
     Args:
         parts: layers whose rows are stacked.
-        product: kernel over the parts' present versions.
+        kernel: kernel over the parts' present versions.
         x: compute dtype [..., I].
 
     Returns compute dtype [..., O of all parts, one after the other], or wider if the engine pads
@@ -134,7 +134,7 @@ def multiply(
     flat = x.reshape(-1, x.shape[-1])
     kept = parts[0].saved_input(flat.detach()) if torch.is_grad_enabled() else ()
     tensors = [t for part in parts for t in (part.master, part.bias, *part.factors)]
-    y = _StraightThrough.apply(flat, parts, product, kept, *tensors)
+    y = _StraightThrough.apply(flat, parts, kernel, kept, *tensors)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -144,7 +144,7 @@ class _StraightThrough(torch.autograd.Function):
         ctx: Any,
         x: torch.Tensor,
         parts: "Sequence[LowBitLinear]",
-        product: LowBitMatmul,
+        kernel: LowBitMatmul,
         kept: tuple[torch.Tensor, ...],
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
@@ -157,7 +157,7 @@ class _StraightThrough(torch.autograd.Function):
         # For autograd `.data` is no view, whatever the kernel returned: some models scale y in
         # place.
         first = parts[0]
-        return first.context.rounded(product(x), first.scheme, x.shape[-1]).data
+        return first.context.rounded(kernel(x), first.scheme, x.shape[-1]).data
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
@@ -186,7 +186,7 @@ class _StraightThrough(torch.autograd.Function):
                 dtype = torch.float32 if exact else dy.dtype
                 operands.append((part_dy, part.weight_used(dtype)))
         dx = input_gradient(operands) if need_x else None
-        # parts, product and kept input have no gradient
+        # parts, kernel and kept input have no gradient
         return dx, None, None, None, *gradients
 
 

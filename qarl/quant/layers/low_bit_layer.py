@@ -105,7 +105,7 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
 
         The new codes overwrite the buffers of the previous version, so anything that still points
         to those tensors sees the new version. If codes are not kept, `codes` materializes them
-        instead. The next use of `product` prepares the kernel.
+        instead. The next use of `kernel` prepares it.
         """
         self._kernel = None
         if self.context.keeps_codes:
@@ -151,29 +151,29 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
         return self.codes() if self.context.engine is None or self.low_bit is None else self.low_bit
 
     @property
-    def product(self) -> Kernel:
+    def kernel(self) -> Kernel:
         """The kernel that the present forward multiplies with, over this weight version.
 
         If the forward multiplies codes, it is the engine's layer, if that is shared, or a kernel of
         the learner's own. The latter is a second copy of the codes, built at its first use, so that
-        publishing and exporting do not need the memory. If the forward multiplies no codes, it is a
-        plain product of the masters, cast to the forward's dtype.
+        publishing and exporting do not need the memory. If the forward multiplies no codes, it
+        multiplies the masters, cast to the forward's dtype.
 
         Raises `KernelError` if the kernel family does not support this layer.
         """
         if not self.context.multiplies_codes:
             in_fp32 = self.context.forward is Forward.FP32
             return self._cast() if in_fp32 or self._plain is None else self._plain
-        if self._kernel is not None and self.context.keeps_products:
+        if self._kernel is not None and self.context.keeps_kernels:
             return self._kernel
         with torch.no_grad():
             kernel = self._prepare(self.codes_or_shapes)
-        if self.context.keeps_products:
+        if self.context.keeps_kernels:
             self._kernel = kernel
         return kernel
 
-    def release_product(self) -> None:
-        """Free the kernel's copy; the next forward builds it again.
+    def release_kernel(self) -> None:
+        """Free the kernel and the codes in its layout; the next forward prepares it again.
 
         An unaligned layer keeps its cast, because that is the weight it multiplies.
         """
@@ -219,7 +219,7 @@ class LowBitLayer(nn.Module, Generic[Codes, Kernel]):
     def saved_input(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the tensors that the backward saves of an input x [N, I].
 
-        If the product multiplies quantized inputs, these are their codes and scales, 4 to 9 bits a
+        If the kernel multiplies quantized inputs, these are their codes and scales, 4 to 9 bits a
         value; otherwise the input itself.
         """
         if not self.quantizes_activations:

@@ -34,16 +34,16 @@ class LinearStack:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the outputs of all parts: compute dtype [..., I] → [..., O of all parts]."""
-        return multiply(self.parts, self.product, x)
+        return multiply(self.parts, self.kernel, x)
 
     @property
-    def product(self) -> LowBitMatmul:
-        """The parts' present weight versions in the kernel's layout; see `LowBitLayer.product`."""
+    def kernel(self) -> LowBitMatmul:
+        """The kernel over the parts' present weight versions; see `LowBitLayer.kernel`."""
         if not self.parts[0].context.multiplies_codes:
-            return SideBySide([part.product for part in self.parts], name="plain")
+            return SideBySide([part.kernel for part in self.parts], name="plain")
         context = self.parts[0].context
         versions = tuple(part.version for part in self.parts)
-        if self._kernel is not None and versions == self._versions and context.keeps_products:
+        if self._kernel is not None and versions == self._versions and context.keeps_kernels:
             return self._kernel
         if versions != self._versions:
             self._kernel = None  # freed before the next is made, so memory holds one at a time
@@ -53,13 +53,13 @@ class LinearStack:
             kernel = row_parallel(
                 context.factory, self.parts[0].ranks, self.name, weights, biases, self._like
             )
-        if context.keeps_products:
+        if context.keeps_kernels:
             self._kernel = kernel
             self._versions = versions
         return kernel
 
-    def release_product(self) -> None:
-        """Free the kernel's copy; see `LowBitLayer.release_product`."""
+    def release_kernel(self) -> None:
+        """Free the kernel; see `LowBitLayer.release_kernel`."""
         self._kernel = None
 
 

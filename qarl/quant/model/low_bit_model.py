@@ -166,13 +166,13 @@ class LowBitModel(nn.Module):
         for layer in self.low_bit_layers():
             layer.release_codes()
 
-    def drop_products(self) -> None:
+    def drop_kernels(self) -> None:
         """Prepare kernels again at every use of a layer.
 
         Processes that share codes must then run its forwards together.
         """
-        self.context.drop_products()
-        self.release_products()
+        self.context.drop_kernels()
+        self.release_kernels()
 
     def multiply_with(self, engine: "EngineLayers | None") -> None:
         """Multiply with the running engine's own layers; None restores this model's own kernels.
@@ -185,10 +185,10 @@ class LowBitModel(nn.Module):
                 "transformers' operators multiply each layer alone, and the engine stacks them"
             )
         self.context.multiply_with(engine)
-        self.release_products()
+        self.release_kernels()
         if engine is not None:
             try:
-                self.layer_reports()  # asks for every layer's product
+                self.layer_reports()  # asks for every layer's kernel
                 self.graph.require_same(engine.kinds)
             except KernelError:
                 self.multiply_with(None)
@@ -212,12 +212,12 @@ class LowBitModel(nn.Module):
             dtype = self.context.dtype
             require_ranks(ranks, engine, config, self.plan, self.plan.shapes, dtype)
         self.context.divide_among(ranks)
-        self.release_products()
+        self.release_kernels()
 
     def multiplied(self, layer: str, *inputs: Tensor) -> Tensor:
-        """Return the output of one layer, by the product that this model's forward uses.
+        """Return the output of one layer, by the kernel that this model's forward uses.
 
-        If the layer is in a stack, this is its part of the stack's product.
+        If the layer is in a stack, this is its part of the stack's output.
 
         Args:
             layer: checkpoint name.
@@ -233,10 +233,10 @@ class LowBitModel(nn.Module):
                 return output.split(rows, dim=-1)[parts.index(layer)]
         return self.linears[layer](*inputs)
 
-    def release_products(self) -> None:
+    def release_kernels(self) -> None:
         """Free the kernels' own copies of this weight version, which no backward reads."""
         for layer in (*self.low_bit_layers(), *self._layers.stacks.values()):
-            layer.release_product()
+            layer.release_kernel()
 
     @property
     def head(self) -> Callable[[Tensor], Tensor]:
@@ -269,7 +269,10 @@ class LowBitModel(nn.Module):
             # The reference also multiplies schemes for which vLLM cannot build a layer on this
             # machine, so its graph is built unquantized.
             quantization = None
-            if self.context.kernel != "reference" and self.context.forward is not Forward.FP32:
+            if (
+                self.context.kernel_family != "reference"
+                and self.context.forward is not Forward.FP32
+            ):
                 quantization = self.plan.quantization_config(self.context.kv_cache)
             graph = build_graph(
                 self.module,
@@ -405,7 +408,7 @@ class LowBitModel(nn.Module):
                 yield
         finally:
             if not self.context.aligned:
-                self.release_products()
+                self.release_kernels()
             if recasts:
                 self._recast()
 

@@ -1,6 +1,6 @@
 """Self-test before a run: is each kernel batch-invariant, so that a row depends on itself alone?
 
-Every distinct product (kernel, scheme, columns, output rows), every shape of experts and every
+Every distinct linear kernel (name, scheme, columns, output rows), every shape of experts and every
 shape of attention in the model is tested once, at its own shape, through the layers that the
 learner multiplies with (the engine's own if they are shared). `quant.kernels.row_independence` has
 the test itself. It finds CPUs and versions of vLLM on which nobody tried it before.
@@ -110,7 +110,7 @@ def check_rows(layers: Layers, context: LayerContext, graph: Any = None) -> RowC
         graph: the engine's model over the layers; None with transformers' operators.
     """
     tests = [
-        *_product_tests(layers, context),
+        *_linear_tests(layers, context),
         *_experts_tests(layers, context),
         *_attention_tests(graph, context),
     ]
@@ -129,7 +129,7 @@ def check_machine_rows() -> RowCheck:
     """Test the kernels of this machine without a model.
 
     Shapes are those of a model of a few billion parameters, with 2,048 columns. Tests every scheme
-    that vLLM runs here in bfloat16, and unquantized products in every dtype. Imports vLLM.
+    that vLLM runs here in bfloat16, and unquantized layers in every dtype. Imports vLLM.
     """
     supported = [name for name in SCHEMES if kept_support(name, torch.bfloat16).kernel]
     kernels = [(name, torch.bfloat16) for name in supported]
@@ -139,12 +139,12 @@ def check_machine_rows() -> RowCheck:
     for scheme, dtype in kernels:
         master = torch.randn(256, 2048, generator=torch.Generator().manual_seed(0))
         weight = materialize(master, get_scheme(scheme), dtype)
-        product = make_factory("vllm", dtype).linear(layer, [weight], [None])
+        kernel = make_factory("vllm", dtype).linear(layer, [weight], [None])
         few_rows = weight.rows(0, 128).dequantized(torch.float32)[:16]
-        difference = find_dependence(product, cancelling_inputs(few_rows, dtype))
+        difference = find_dependence(kernel, cancelling_inputs(few_rows, dtype))
         if difference is not None:
             shape = f"{scheme} in {str(dtype).removeprefix('torch.')}, 2,048 columns to 256"
-            dependent.append(DependentKernel(layer, product.name, shape, difference))
+            dependent.append(DependentKernel(layer, kernel.name, shape, difference))
     difference = _attention_test((16, 8, 128), None, LayerContext(torch.bfloat16, "vllm"))()
     if difference is not None:
         dependent.append(
@@ -153,30 +153,30 @@ def check_machine_rows() -> RowCheck:
     return RowCheck(len(kernels) + 1, torch.get_num_threads(), tuple(dependent))
 
 
-def _product_tests(layers: Layers, context: LayerContext) -> Iterator[_KernelTest]:
+def _linear_tests(layers: Layers, context: LayerContext) -> Iterator[_KernelTest]:
     """Yield the tests of linear layers and stacks."""
     stacked = {part.layer for stack in layers.stacks.values() for part in stack.parts}
     alone = [layer for layer in layers.linears.values() if layer.layer not in stacked]
-    products: list[tuple[Sequence[LowBitLinear], LinearStack | LowBitLinear]] = [
+    multiplied: list[tuple[Sequence[LowBitLinear], LinearStack | LowBitLinear]] = [
         *((stack.parts, stack) for stack in layers.stacks.values()),
         *(((layer,), layer) for layer in alone),
     ]
-    for parts, multiplying in products:
+    for parts, multiplying in multiplied:
         rows = sum(part.out_features for part in parts)
         columns = parts[0].master.shape[-1]
         shape = f"{parts[0].scheme.name}, {columns:,} columns to {rows:,}"
         yield _KernelTest(
             layer=parts[0].layer,
-            kernel=multiplying.product.name,
+            kernel=multiplying.kernel.name,
             shape=shape,
-            run=_product_test(parts[0], multiplying, context),
+            run=_linear_test(parts[0], multiplying, context),
         )
 
 
-def _product_test(
+def _linear_test(
     part: LowBitLinear, multiplying: Any, context: LayerContext
 ) -> Callable[[], Dependence | None]:
-    """Return the test of one product."""
+    """Return the test of one layer's or stack's kernel."""
 
     def run() -> Dependence | None:
         codes = part.codes()
@@ -190,7 +190,7 @@ def _product_test(
             for columns in few_rows.chunk(part.ranks, dim=1)
         ]
         x = torch.cat(inputs, dim=1).to(few_rows.device)
-        return find_dependence(multiplying.product, x, slice(len(few_rows)))
+        return find_dependence(multiplying.kernel, x, slice(len(few_rows)))
 
     return run
 
@@ -205,7 +205,7 @@ def _experts_tests(layers: Layers, context: LayerContext) -> Iterator[_KernelTes
         )
         yield _KernelTest(
             layer=layer.layer,
-            kernel=layer.product.name,
+            kernel=layer.kernel.name,
             shape=shape,
             run=_experts_test(layer, context),
         )
@@ -230,7 +230,7 @@ def _experts_test(
 
         def multiply(rows: torch.Tensor) -> torch.Tensor:
             chosen = rows[:, 0].long()
-            return layer.product(x[chosen], weights[chosen], index[chosen])
+            return layer.kernel(x[chosen], weights[chosen], index[chosen])
 
         return find_dependence(multiply, numbers[:, None].float(), slice(None))
 

@@ -100,7 +100,7 @@ def layer_reports(layers: Layers, context: LayerContext) -> list[LayerReport]:
             scheme=layer.scheme.name,
             group_size=layer.scheme.group_size,
             dtype=dtype,
-            kernel=stack_of.get(layer.layer, layer).product.name,
+            kernel=stack_of.get(layer.layer, layer).kernel.name,
         )
         for layer in layers.low_bit()
         if not tied_head or layer not in tied_head.parts
