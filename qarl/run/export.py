@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from qarl.configs.schema.run import RunConfig
 from qarl.quant.digest import StreamDigest
 from qarl.report.run_folder import RunFolder
 from qarl.report.startup import phase
@@ -10,7 +12,7 @@ from qarl.rollout.open import open_engine
 from qarl.run.checkpoint import load_checkpoint
 from qarl.run.export_note import export_note
 from qarl.run.model_card import write_card
-from qarl.run.policy import open_policy
+from qarl.run.policy import TrainingPolicy, open_policy
 from qarl.run.served import Served, note_served, policy_defaults
 from qarl.run.session import canary_sequences
 from qarl.sync.export import export_checkpoint
@@ -50,8 +52,7 @@ def export_run(run: Path, output: Path) -> Exported:
         policy.learner.load_state_dict(checkpoint.learner_state(policy.learner))
     note = export_note(run, config, step, output, policy.folder)
     with phase("writing the deployable checkpoint"):
-        defaults = policy_defaults(policy, config)
-        written = export_checkpoint(policy.model, policy.folder, output, note, defaults)
+        written = write_export(policy, config, output, note)
     with (
         phase("verifying it in a fresh engine"),
         open_engine(output, config.rollout, config.dtype) as engine,
@@ -62,3 +63,15 @@ def export_run(run: Path, output: Path) -> Exported:
     served = note_served(output, policy, config)
     write_card(output)
     return Exported(step, written, canary.mean_abs, served=served)
+
+
+def write_export(
+    policy: TrainingPolicy, config: RunConfig, folder: Path, note: dict[str, Any]
+) -> StreamDigest:
+    """Write the present weight version into a folder as a deployable checkpoint, which names how
+    the run asks its policy, and return the digest of the tensors written.
+
+    note: content of its qarl.json. Raises what `export_checkpoint` raises.
+    """
+    defaults = policy_defaults(policy, config)
+    return export_checkpoint(policy.model, policy.folder, folder, note, defaults)

@@ -12,12 +12,13 @@ from qarl.learner.processes import leave_processes
 from qarl.report.run_folder import RunFolder
 from qarl.rollout.open import open_engine
 from qarl.run.evaluate import evaluate_task
+from qarl.run.export import write_export
 from qarl.run.export_note import add_to_note, export_note
 from qarl.run.model_card import write_card
 from qarl.run.policy import TrainingPolicy
-from qarl.run.served import Served, note_served, policy_defaults
+from qarl.run.served import Served, note_served
 from qarl.run.session import Position, Session, canary_sequences
-from qarl.sync.export import ExportError, export_checkpoint
+from qarl.sync.export import ExportError
 from qarl.sync.floor import OTHER_KERNELS_TOLERANCE, SAME_KERNELS_TOLERANCE, FixedSequences
 
 
@@ -117,8 +118,7 @@ def export_policy(
     if policy.processes.first:
         note = {**export_note(folder.path, config, step, export, policy.folder), **more}
         with written_aside(export) as building:
-            defaults = policy_defaults(policy, config)
-            export_checkpoint(policy.model, policy.folder, building, note, defaults)
+            write_export(policy, config, building, note)
             # left by an earlier end, if a finished run was resumed
             shutil.rmtree(export, ignore_errors=True)
     elif not config.learner.keep_codes:
