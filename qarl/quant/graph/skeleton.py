@@ -66,6 +66,13 @@ class for models of transformers, which it has for these, leaves such masks out.
 """
 
 
+_ELSEWHERE = (
+    "take another model, or sample by servers on a machine whose vLLM runs it (rollout.servers),"
+    " with learner.operators 'transformers', whose log-probs agree up to rounding"
+)
+"""Remedy for a model that vLLM runs on other machines."""
+
+
 _MISSING_FIELD = re.compile(r"'(\w+Config)' object has no attribute '(\w+)'")
 """Error of a field that vLLM reads and transformers' class of the configuration lacks."""
 
@@ -102,7 +109,8 @@ def build_skeleton(
 ) -> Skeleton:
     """Build vLLM's model of a transformers configuration.
 
-    Raises `NoEngineModelError` with vLLM's reason if it has no such model, or not quantized so.
+    Raises `NoEngineModelError` with reason and remedy if vLLM has no such model, or not quantized
+    so, or if it builds one that it cannot compute or that cannot be trained.
 
     Args:
         config: the model's configuration.
@@ -123,13 +131,11 @@ def build_skeleton(
             (Path(folder) / "config.json").write_text(json.dumps(written))
             (architecture,) = written["architectures"]
             skeleton = skeleton_of(Path(folder), architecture, dtype, device)
-            if architecture in _OWN_MASKS:
-                raise ValueError(
-                    "its attention computes a mask, which vLLM's general class for models of"
-                    f" transformers leaves out ({_OWN_MASKS[architecture]} would have no effect)"
-                )
-            _refuse_missing_kernels(skeleton.module)
-            _refuse_constant_routers(skeleton.module)
+            _refuse_own_mask(architecture)
+            _refuse_missing_kernels(architecture, skeleton.module)
+            _refuse_constant_routers(architecture, skeleton.module)
+    except NoEngineModelError:
+        raise
     except Exception as error:
         if quantization is not None:
             raise NoEngineModelError(
@@ -138,10 +144,8 @@ def build_skeleton(
                 " by a rule (quantization.layers, 'PATTERN=bf16')"
             ) from error
         raise NoEngineModelError(
-            f"vLLM does not run {architecture} on this machine: {_why(architecture, error)}; take"
-            " another model, or sample by servers on a machine whose vLLM runs it"
-            " (rollout.servers), with learner.operators 'transformers', whose log-probs agree up to"
-            " rounding"
+            f"vLLM does not run {architecture} on this machine: {_why(architecture, error)};"
+            f" {_remedy(architecture)}"
         ) from error
     # An engine in this process would have chosen already.
     if not ir.ops.rms_norm.get_priority():
@@ -173,8 +177,20 @@ def skeleton_of(
     return Skeleton(module.eval(), config)
 
 
-def _refuse_missing_kernels(model: nn.Module) -> None:
-    """Raise `ValueError` for layers that vLLM builds on CPUs although it cannot compute them."""
+def _refuse_own_mask(architecture: str) -> None:
+    """Raise `NoEngineModelError` for a model whose mask vLLM leaves out."""
+    if architecture in _OWN_MASKS:
+        raise NoEngineModelError(
+            f"vLLM does not run {architecture}: its attention computes a mask, which vLLM's general"
+            f" class for models of transformers leaves out ({_OWN_MASKS[architecture]} would have"
+            " no effect); take another model"
+        )
+
+
+def _refuse_missing_kernels(architecture: str, model: nn.Module) -> None:
+    """Raise `NoEngineModelError` for layers that vLLM builds on CPUs although it cannot compute
+    them.
+    """
     if not current_platform.is_cpu():
         return
     for module in model.modules():
@@ -182,14 +198,15 @@ def _refuse_missing_kernels(model: nn.Module) -> None:
         if getattr(router, "use_grouped_topk", False) and (
             router.num_expert_group is None or router.topk_group is None
         ):
-            raise ValueError(
-                "its routers choose among groups of experts, and n_group or topk_group is null in"
-                " config.json (1 and 1 stand for no groups)"
+            raise NoEngineModelError(
+                f"vLLM does not run {architecture} on CPUs: its routers choose among groups of"
+                " experts, and n_group or topk_group is null in config.json; set both (1 and 1"
+                " stand for no groups)"
             )
     if any(isinstance(module, MambaMixer) for module in model.modules()):
-        raise ValueError(
-            "its Mamba-1 layers compute a prompt by a kernel (selective_scan_fwd) that vLLM has for"
-            " GPUs alone"
+        raise NoEngineModelError(
+            f"vLLM does not run {architecture} on CPUs: its Mamba-1 layers compute a prompt by a"
+            f" kernel (selective_scan_fwd) that vLLM has for GPUs alone; {_ELSEWHERE}"
         )
     for module in model.modules():
         if isinstance(module, MLAAttention):
@@ -207,22 +224,31 @@ def _refuse_missing_kernels(model: nn.Module) -> None:
     # vLLM's `dispatch_cpu_unquantized_gemm` packs these, which only its delta nets and Mamba-2 know
     packed = torch.cpu._is_avx512_bf16_supported()
     if packed and any(w.shape[-1] == 4 and w.dtype == torch.bfloat16 for w in convolutions):
-        raise ValueError(
-            "its short convolutions have 4 inputs (conv_L_cache), whose weights vLLM packs in"
-            " bfloat16 on this CPU, and then cannot read; set dtype to float16"
+        raise NoEngineModelError(
+            f"vLLM does not run {architecture} in bfloat16 on this CPU: its short convolutions have"
+            " 4 inputs (conv_L_cache), whose weights vLLM packs, and then cannot read; set dtype to"
+            " float16"
         )
 
 
-def _refuse_constant_routers(model: nn.Module) -> None:
-    """Raise `ValueError` for routers through which next to no gradient goes (Phi-MoE)."""
+def _refuse_constant_routers(architecture: str, model: nn.Module) -> None:
+    """Raise `NoEngineModelError` for routers through which next to no gradient goes (Phi-MoE)."""
     for module in model.modules():
         router = getattr(module, "router", None)
         choose = getattr(router, "custom_routing_function", None)
         if getattr(choose, "__name__", "") == "phimoe_routing_function":
-            raise ValueError(
-                "its routers weigh an expert by a constant, unless another one's score is within"
-                " 2 %, so that next to no gradient reaches them"
+            raise NoEngineModelError(
+                f"{architecture} cannot be trained: its routers weigh an expert by a constant,"
+                " unless another one's score is within 2 %, so that next to no gradient reaches"
+                " them; take another model"
             )
+
+
+def _remedy(architecture: str) -> str:
+    """Return what to do about a model that vLLM does not build on this machine."""
+    if architecture in _PREVIOUSLY_SUPPORTED_MODELS:
+        return "take another model"
+    return _ELSEWHERE
 
 
 def _why(architecture: str, error: Exception) -> str:
