@@ -37,6 +37,7 @@ def refuse_unknown(
     read (`image_newline`).
     """
     own = {key for key, parameter in module._parameters.items() if parameter is not None}
+    # vLLM's mapping, by which `without_towers` goes, has no parameters: the checkpoint's names tell
     if not name and own and own <= {*towers}:
         return
     needed = _needed(name, module, sources)

@@ -39,6 +39,11 @@ def without_towers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     They are frozen, and no other part of the code has layers for them. Nor has it for the model as
     a module, whose own parameters belong to such a part (LLaVA-NeXT's `image_newline`).
+
+    vLLM's mapping says which modules these parts are. The checkpoint's names cannot, because a
+    worker of an engine knows vLLM's names alone. The mapping has modules only, and says nothing of
+    the model's own parameters: `quant.graph.kinds.refuse_unknown` proves by the checkpoint's names,
+    before an engine starts, that they are no part of the language model.
     """
     mapping = model.get_mm_mapping() if hasattr(model, "get_mm_mapping") else None  # type: ignore[operator]
     parts = () if mapping is None else (*mapping.tower_model, *mapping.connector)
