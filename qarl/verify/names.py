@@ -15,6 +15,8 @@ from qarl.verify.findings import VerifyInputError
 if TYPE_CHECKING:
     import torch
 
+HEAD = "lm_head"
+EMBEDDING = "model.embed_tokens"
 _SEGMENTS = re.compile(
     r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module|base_layer)\."
 )

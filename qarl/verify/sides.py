@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from compressed_tensors.quantization import QuantizationScheme
 from safetensors import safe_open
 
 from qarl.configs.errors import ModelError
@@ -19,7 +20,7 @@ from qarl.verify.engines import HeldExperts, RunningEngine, read_llm, read_serve
 from qarl.verify.findings import VerifyInputError
 from qarl.verify.folders import require_folder
 from qarl.verify.names import Stored, canonical
-from qarl.verify.quantization import Quantization
+from qarl.verify.quantization import CODES, Quantization, dequantized
 from qarl.verify.server import is_url
 
 
@@ -47,6 +48,38 @@ class Side:
     def read(self, layer: str) -> dict[str, torch.Tensor]:
         """Return a layer's tensors, on the CPU."""
         return {name: stored.load().detach().cpu() for name, stored in self.layers[layer].items()}
+
+    def is_linear(self, layer: str) -> bool:
+        """Return whether a layer multiplies by a matrix."""
+        tensors = self.layers[layer]
+        weight = tensors.get("weight")
+        matrix = "weight_packed" in tensors or (weight is not None and len(weight.shape) == 2)
+        return matrix and not layer.endswith("embed_tokens")
+
+    def has_codes(self, layer: str) -> bool:
+        """Return whether a layer's weight is codes."""
+        if self.effective:
+            if self.quantization is None or not self.is_linear(layer):
+                return False
+            return self.quantization.scheme(layer) is not None
+        return any(leaf in self.layers[layer] for leaf in CODES)
+
+    def stored_scheme(self, layer: str) -> QuantizationScheme | None:
+        """Return the scheme of a layer's codes; None if it has none."""
+        if self.quantization is None or not self.has_codes(layer):
+            return None
+        return self.quantization.scheme(layer)
+
+    def weight(self, layer: str, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+        """Return a layer's weight in 16 or 32 bits, codes dequantized; None if it has none.
+
+        tensors: what `read` returned of the layer.
+        """
+        scheme = self.stored_scheme(layer)
+        if self.effective or scheme is None:
+            return tensors.get("weight")
+        assert self.quantization is not None
+        return dequantized(tensors, scheme, self.quantization.config)
 
 
 def open_side(source: Any, role: str, quantization: Quantization | None, other: Any) -> Side:
