@@ -25,6 +25,11 @@ from qarl.cli.parser import Parser
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one benchmark and return the exit status, as `qarl` does."""
+    return run_command(make_parser(), sys.argv[1:] if arguments is None else arguments)
+
+
+def make_parser() -> Parser:
+    """Return the parser of all benchmarks."""
     parser = Parser(prog=PROGRAM, description="What developers measure of QaRL, from a checkout.")
     names = parser.add_subparsers(title="benchmarks", required=True, metavar="NAME")
     for benchmark in (
@@ -40,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
         runs(benchmark.add_options(names), benchmark.measure)
     for benchmark in (memory, step_time, train):
         runs(benchmark.add_options(names), benchmark.measure, fields=True)
-    return run_command(parser, sys.argv[1:] if arguments is None else arguments)
+    return parser
 
 
 if __name__ == "__main__":

@@ -17,6 +17,19 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "benchmarks" / "records"
 PROGRAM = re.compile(r"qarl bench |qarl |python -m benchmarks[ .]|python ")
 """Pattern of the text before a benchmark's name in the command of its record."""
+_BENCHMARKS = (
+    "communication",
+    "delivery",
+    "delta",
+    "memory",
+    "mismatch",
+    "publish",
+    "soak",
+    "train",
+)
+"""Benchmarks that were commands of `qarl bench` and are of `python -m benchmarks`."""
+_SCHEMES = "[`qarl compare`](results-short.md#commands-of-these-records)"
+"""Successor of `qarl bench schemes`. Its options are translated on that page."""
 BLOCK = re.compile(r"(<!-- record: ([\w.-]+) -->\n).*?(<!-- end of record -->)", re.DOTALL)
 
 
@@ -37,8 +50,53 @@ def block(name: str) -> str:
     versions = f"torch {environment['torch']}, {engine}; commit {commit[:7]}"
     return (
         f"{TABLES[benchmark](record['data'])}\n`{record['command']}` on {environment['device']};"
-        f" {versions}.\n"
+        f" {versions}.{_today(record['command'])}\n"
     )
+
+
+def present_command(command: str) -> str:
+    """Return the command that measures today what a record's command did; "" if none does.
+
+    A link in place of a command names the page that translates its options.
+    """
+    if command.startswith("python -m benchmarks speed"):
+        return command.replace("python -m benchmarks", "qarl bench", 1)
+    program, _, rest = command.partition("qarl bench ")
+    if program or rest.startswith("speed"):
+        return command.replace(" --clock cpu", "")  # it measures wall time alone
+    name = rest.split()[0]
+    if name in _BENCHMARKS:
+        return _with_folder("random_policy", "--model (random-.*?)", f"python -m benchmarks {rest}")
+    if name == "precision-gap":
+        rates = "--vary lr=" if "," in rest.partition("--lrs ")[2].split()[0] else "--lr "
+        renamed = rest.replace("--pairings ", "--variants ").replace("--lrs ", rates)
+        return _with_folder(
+            "rounded_policy tiny-qwen3", "--rounded (.*?)", f"qarl compare {renamed}"
+        )
+    return _SCHEMES if name == "schemes" else ""
+
+
+def _with_folder(writer: str, option: str, command: str) -> str:
+    """Return a command of a model's folder in place of an option, after the one that writes it.
+
+    writer: benchmark that writes the folder. option: pattern of the option; its group is the last
+    word that the writer takes.
+    """
+    policy = re.search(rf"{option}(?= |$)", command)
+    if policy is None:
+        return command
+    of_folder = command.replace(policy[0], "--model FOLDER")
+    return f"python -m benchmarks.{writer} {policy[1]} FOLDER && {of_folder}"
+
+
+def _today(command: str) -> str:
+    """Return a clause on the present form of a record's command; "" if it has not changed."""
+    present = present_command(command)
+    if present == command:
+        return ""
+    if not present:
+        return " No command measures this today."
+    return f" Today: {present}." if present == _SCHEMES else f" Today: `{present}`."
 
 
 def mismatch(rows: list[dict[str, Any]]) -> str:

@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     0: done. 1: a run failed. 2: unusable input. 128 and a signal's number: stopped by it, as 130 by
     Ctrl-C and 143 by SIGTERM.
     """
-    return run_command(_parser(), sys.argv[1:] if argv is None else argv)
+    return run_command(make_parser(), sys.argv[1:] if argv is None else argv)
 
 
 def run_command(parser: Parser, arguments: list[str]) -> int:
@@ -89,7 +89,8 @@ def run_command(parser: Parser, arguments: list[str]) -> int:
         return error.exit_status
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
+    """Return the parser of all commands."""
     parser = Parser(
         prog="qarl",
         description="Reinforcement learning where sampler and learner share one low-bit tensor.",

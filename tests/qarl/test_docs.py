@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 import typing
@@ -16,7 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from qarl.cli.options import write_json
+import benchmarks.__main__ as benchmarks
+from qarl.cli.main import make_parser
+from qarl.cli.options import dotted_overrides, write_json
+from qarl.cli.parser import normalized_argv
 from qarl.quant.runtime.libraries import SUPPORTED
 from qarl.report.metrics import StepMetrics
 from qarl.report.record import record
@@ -185,6 +189,31 @@ def test_records_are_as_a_benchmark_wrote_them(file: Path):
     assert read.keys() == {"command", "commit", "environment", "data"}
     assert read["command"].startswith(("qarl bench ", "qarl compare ", "python "))
     assert len(read["commit"]) == 40
+
+
+@pytest.mark.parametrize("file", RECORDS, ids=lambda file: file.stem)
+def test_a_records_command_has_a_present_form_that_is_accepted(file: Path):
+    """Contract: what stands beside a record's command in the docs, or the command itself, names a
+    program that exists and options that it takes. Blind spot: values, and programs besides `qarl`
+    and `python -m benchmarks NAME`, which are looked for, not run.
+    """
+    present_command = runpy.run_path(str(ROOT / "scripts/docs_tables.py"))["present_command"]
+    present = present_command(json.loads(file.read_text())["command"])
+    if not present or present.startswith("["):  # none, or a table that translates options
+        return
+    for command in present.split(" && "):
+        program, *words = shlex.split(command)
+        if program == "qarl":
+            parsers = make_parser()
+        elif words[:2] == ["-m", "benchmarks"]:
+            parsers, words = benchmarks.make_parser(), words[2:]
+        else:
+            path = words[1].replace(".", "/") + ".py" if words[0] == "-m" else words[0]
+            assert (ROOT / path).is_file(), command
+            continue
+        known, rest = parsers.parse_known_args(normalized_argv(words))
+        assert known.fields or not rest, command
+        dotted_overrides(known, rest)
 
 
 def test_docs_agree_with_their_records():
