@@ -18,7 +18,7 @@ from qarl.configs.load import config_from_tree
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.words import quoted
 from qarl.learner.processes import Processes
-from qarl.quant.checkpoint.folder import check_context
+from qarl.quant.checkpoint.check_folder import check_context
 from qarl.rollout.types import Completion, Prompt, Sampling
 from qarl.run.prompts import open_prompter
 from qarl.run.session import CANARY_SEQUENCES, connected, gate_of

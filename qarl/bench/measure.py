@@ -21,13 +21,10 @@ from qarl.configs.errors import ConfigError, GraphError, SchemeError
 from qarl.configs.load import is_embedded
 from qarl.configs.schemes import UNQUANTIZED, known_scheme
 from qarl.planning.shapes import Shapes, shapes_of
-from qarl.quant.checkpoint.folder import (
-    check_folder,
-    local_folder,
-    positions,
-    read_config,
-)
+from qarl.quant.checkpoint.check_folder import check_folder
+from qarl.quant.checkpoint.folder import local_folder, read_config
 from qarl.quant.checkpoint.load import model_skeleton
+from qarl.quant.checkpoint.settings import positions
 from qarl.quant.checkpoint.shapes import expert_modules, plan_layers
 from qarl.quant.kernels.supported import kept_support, require_support
 from qarl.quant.model.agreement import agreement

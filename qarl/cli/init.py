@@ -23,7 +23,8 @@ from qarl.planning.plan import make_plan
 from qarl.planning.shapes import Shapes, sizes_of
 from qarl.planning.words import one_line
 from qarl.preflight.files import check_new_folder
-from qarl.quant.checkpoint.folder import positions, read_config
+from qarl.quant.checkpoint.folder import read_config
+from qarl.quant.checkpoint.settings import positions
 from qarl.starter import FILES, write_starter
 
 _OWN = {

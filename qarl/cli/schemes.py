@@ -20,7 +20,8 @@ from qarl.configs.errors import SchemeError
 from qarl.configs.load import is_embedded
 from qarl.configs.schemes import SCHEME_SPECS
 from qarl.configs.words import sized
-from qarl.quant.checkpoint.folder import check_model, local_folder
+from qarl.quant.checkpoint.check_folder import check_model
+from qarl.quant.checkpoint.folder import local_folder
 from qarl.quant.runtime.answers import keep_answer, read_answer
 from qarl.report.startup import phase, phases_shown_on
 from qarl.report.tables import PlainTable

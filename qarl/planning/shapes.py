@@ -13,15 +13,10 @@ from typing import Any
 from qarl.configs.errors import ConfigError
 from qarl.configs.schema.run import LayerRule
 from qarl.configs.schemes import SCHEME_SPECS
-from qarl.quant.checkpoint.folder import (
-    EXPERTS_A_TOKEN,
-    check_model,
-    hub_config,
-    local_folder,
-    own_head,
-    read_config,
-)
+from qarl.quant.checkpoint.check_folder import check_model
+from qarl.quant.checkpoint.folder import hub_config, local_folder, own_head, read_config
 from qarl.quant.checkpoint.patterns import matching
+from qarl.quant.checkpoint.settings import EXPERTS_A_TOKEN
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a value, by dtype."""

@@ -10,7 +10,8 @@ from qarl.configs.load import is_embedded, shipped_names
 from qarl.configs.schema.run import RunConfig
 from qarl.configs.words import did_you_mean, quoted
 from qarl.ptq.compressor import require_llmcompressor
-from qarl.quant.checkpoint.folder import check_folder, hub_config, local_folder
+from qarl.quant.checkpoint.check_folder import check_folder
+from qarl.quant.checkpoint.folder import hub_config, local_folder
 from qarl.report.run_folder import new_path
 from qarl.run.replay import check_rollouts
 from qarl.tasks import Response, RewardError, Task, load_task

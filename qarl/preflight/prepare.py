@@ -10,7 +10,7 @@ from qarl.preflight.disk import check_disk
 from qarl.preflight.files import check_processes
 from qarl.preflight.prompts import check_prompts
 from qarl.preflight.support import require_schemes, require_servers_of_ranks
-from qarl.quant.checkpoint.folder import describe_towers
+from qarl.quant.checkpoint.settings import describe_towers
 from qarl.quant.runtime.libraries import untested_libraries
 from qarl.report.startup import phase, say
 from qarl.run.policy import RunInputs, open_inputs

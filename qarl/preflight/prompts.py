@@ -1,7 +1,7 @@
 """Check of a run's prompts: the tokenizer, its chat template and the questions' lengths."""
 
 from qarl.configs.schema.run import RunConfig
-from qarl.quant.checkpoint.folder import check_folder
+from qarl.quant.checkpoint.check_folder import check_folder
 from qarl.run.policy import Architecture, RunInputs, open_inputs
 from qarl.tasks import Split, Task
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from qarl.configs.errors import ConfigError, GraphError, ModelError, NoEngineModelError
 from qarl.configs.schema.lora import LoraConfig
 from qarl.configs.schema.run import RunConfig
-from qarl.quant.checkpoint.folder import DELTA_NETS, rounding_layers
 from qarl.quant.checkpoint.plan import LayerPlan
+from qarl.quant.checkpoint.settings import DELTA_NETS, rounding_layers
 from qarl.quant.checkpoint.shapes import expert_modules
 from qarl.quant.checkpoint.whole import served_settings
 from qarl.quant.kernels.cpu_attention import require_head_size

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.configs.errors import ModelError
-from qarl.quant.checkpoint.folder import embedding_rows
+from qarl.quant.checkpoint.settings import embedding_rows
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from qarl.configs.schema.run import EvalConfig
 from qarl.configs.schema.task import TaskConfig
 from qarl.configs.words import did_you_mean
 from qarl.evaluation.suites import suite_tasks
-from qarl.quant.checkpoint.folder import check_context, local_folder, read_config
+from qarl.quant.checkpoint.check_folder import check_context
+from qarl.quant.checkpoint.folder import local_folder, read_config
 from qarl.report.run_folder import RunFolder
 from qarl.run.export_note import LIMITS, export_note, noted_task, read_note
 from qarl.tasks import Task, load_task

@@ -7,7 +7,8 @@ from typing import Any
 
 from qarl.configs.errors import ConfigError, ModelError
 from qarl.configs.words import error_text, quoted
-from qarl.quant.checkpoint.folder import read_config, tower_inputs
+from qarl.quant.checkpoint.folder import read_config
+from qarl.quant.checkpoint.settings import tower_inputs
 from qarl.rollout.picture_processors import load_processor
 from qarl.rollout.pictures import open_picture
 from qarl.rollout.types import Pictures

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 from qarl.configs.schema.rollout import LONGEST
 from qarl.configs.schema.run import RunConfig
-from qarl.quant.checkpoint.folder import end_tokens, positions, read_config
+from qarl.quant.checkpoint.folder import end_tokens, read_config
+from qarl.quant.checkpoint.settings import positions
 from qarl.rollout.servers.vllm.chat import (
     EngineRequest,
     request_fields,

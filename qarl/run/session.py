@@ -12,7 +12,7 @@ from qarl.evaluation.heldout import Heldout, heldout
 from qarl.learner.learner import FirstBatchGate
 from qarl.learner.processes import Processes
 from qarl.learner.reserve import reserved
-from qarl.quant.checkpoint.folder import has_states
+from qarl.quant.checkpoint.settings import has_states
 from qarl.quant.kernels import KernelError
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.model.operator_check import OperatorCheck, check_operators

@@ -22,7 +22,8 @@ from qarl.configs.schema.run import RunConfig
 from qarl.configs.words import quoted
 from qarl.preflight.files import check_named_model, check_new_folder
 from qarl.preflight.schemes import check_schemes
-from qarl.quant.checkpoint.folder import positions, read_config
+from qarl.quant.checkpoint.folder import read_config
+from qarl.quant.checkpoint.settings import positions
 from qarl.report.run_folder import describe_environment
 from qarl.report.startup import phase
 from qarl.rollout.types import Group, RequestDefaults

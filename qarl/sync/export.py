@@ -16,12 +16,7 @@ from transformers import AutoTokenizer
 
 from qarl.configs.errors import QarlError
 from qarl.configs.files import written_aside
-from qarl.quant.checkpoint.folder import (
-    COMPANIONS,
-    file_digests,
-    read_config,
-    weight_files,
-)
+from qarl.quant.checkpoint.folder import COMPANIONS, file_digests, read_config, weight_files
 from qarl.quant.checkpoint.load import empty_model
 from qarl.quant.checkpoint.source_config import with_source_fields
 from qarl.quant.checkpoint.whole import (

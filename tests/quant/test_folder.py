@@ -12,21 +12,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Phi3Config
 
 from qarl.configs.errors import ModelError
-from qarl.quant.checkpoint.folder import (
+from qarl.quant.checkpoint.check_folder import (
     check_context,
     check_folder,
     check_model,
     check_rotary,
     check_steps,
     check_windows,
-    describe_towers,
-    has_chat_template,
-    has_states,
-    local_folder,
-    rounding_layers,
-    tensor_shapes,
 )
+from qarl.quant.checkpoint.folder import has_chat_template, local_folder, tensor_shapes
 from qarl.quant.checkpoint.load import load_config
+from qarl.quant.checkpoint.settings import describe_towers, has_states, rounding_layers
 from tests.support.learners import random_model
 from tests.support.models import randomize, some_tokens
 

@@ -16,8 +16,8 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from qarl.configs.errors import ModelError
 from qarl.configs.schema.run import LayerRule
 from qarl.learner.optim.optimizer import matrices_of
+from qarl.quant.checkpoint.check_folder import check_model
 from qarl.quant.checkpoint.families import ExpertLayout, experts_shape
-from qarl.quant.checkpoint.folder import check_model
 from qarl.quant.checkpoint.shapes import plan_layers
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.experts import RoutedLowBitExperts

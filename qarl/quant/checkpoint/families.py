@@ -22,7 +22,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-from qarl.quant.checkpoint.folder import EXPERTS_A_TOKEN
+from qarl.quant.checkpoint.settings import EXPERTS_A_TOKEN
 from qarl.quant.checkpoint.whole import whole_of
 from qarl.quant.schemes import SchemeError
 

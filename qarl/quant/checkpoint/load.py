@@ -19,6 +19,7 @@ from transformers import (
 
 from qarl.configs.errors import ModelError
 from qarl.configs.hub import hub_or_cache
+from qarl.quant.checkpoint.check_folder import check_model
 from qarl.quant.checkpoint.contents import (
     check_contents,
     has_own_head,
@@ -28,15 +29,9 @@ from qarl.quant.checkpoint.contents import (
     set_tie,
 )
 from qarl.quant.checkpoint.families import fused_experts
-from qarl.quant.checkpoint.folder import (
-    check_model,
-    inputs_beside_text,
-    local_folder,
-    not_in_hub,
-    tensor_shapes,
-    weight_files,
-)
+from qarl.quant.checkpoint.folder import local_folder, not_in_hub, tensor_shapes, weight_files
 from qarl.quant.checkpoint.read_rows import reading_rows
+from qarl.quant.checkpoint.settings import inputs_beside_text
 from qarl.quant.checkpoint.shapes import expert_modules, weight_shapes
 from qarl.quant.checkpoint.whole import Whole, language_config, whole_of
 from qarl.quant.runtime.replaced import replaced

@@ -18,7 +18,8 @@ import transformers
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from qarl.configs.errors import ModelError
-from qarl.quant.checkpoint.folder import inputs_beside_text, tensor_shapes
+from qarl.quant.checkpoint.folder import tensor_shapes
+from qarl.quant.checkpoint.settings import inputs_beside_text
 from qarl.quant.checkpoint.source_config import with_source_fields
 
 _TEXT_CLASSES = {

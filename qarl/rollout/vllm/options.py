@@ -8,7 +8,7 @@ from typing import Any
 
 from qarl.configs.errors import InputError
 from qarl.configs.schema.rollout import RolloutConfig
-from qarl.quant.checkpoint.folder import has_states, prompt_rounding, tower_inputs
+from qarl.quant.checkpoint.settings import has_states, prompt_rounding, tower_inputs
 from qarl.quant.runtime.batch_invariance import batch_invariant, kernel_arguments
 from qarl.quant.runtime.libraries import INT4_AS_W4A8, SETTLED, refuse_split_keys
 from qarl.rollout.engine import EngineError
