@@ -19,7 +19,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from qarl.bench import measure, stopwatch
+from qarl.bench import measure, picture, stopwatch
 from qarl.bench.figures import (
     SpeedReport,
     Spread,
@@ -235,6 +235,14 @@ def test_a_picture_has_every_learner_and_phase_and_is_the_same_again():
     assert "w8a8 qarl, forward: 2.25 s" in tips
     bottom = max(float(element.get("y", 0)) for element in root.iter())
     assert bottom < float(root.get("height", 0))
+
+
+@pytest.mark.parametrize(
+    ("largest", "tick"), [(0.029, 0.005), (0.9, 0.2), (6, 1), (7, 2), (13, 2.5), (130, 25)]
+)
+def test_an_axis_has_round_ticks_of_which_at_most_six_reach_its_end(largest: float, tick: float):
+    """Contract: ticks are 1, 2, 2.5 or 5 times a power of ten apart, as close as six allow."""
+    assert picture._tick(largest) == pytest.approx(tick)
 
 
 def test_a_picture_of_bf16_alone_has_its_step_and_memory():

@@ -17,7 +17,7 @@ from qarl.configs.schemes import SCHEME_SPECS
 from qarl.quant.checkpoint.families import ExpertLayout
 from qarl.quant.materialize import LowBitWeight, materialize
 from qarl.quant.materialize.activations import quantize_activation
-from qarl.quant.materialize.experts import materialize_experts
+from qarl.quant.materialize.experts import LowBitExperts, materialize_experts
 from qarl.quant.schemes import (
     COMPUTE_DTYPES,
     MASTER_DTYPES,
@@ -518,6 +518,23 @@ def test_experts_are_views_of_one_buffer_a_stack(scheme: str):
                 assert (
                     tensor.untyped_storage().data_ptr() == source.scale.untyped_storage().data_ptr()
                 )
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_later_version_of_experts_is_written_into_the_earlier_ones_buffers(scheme: str):
+    """Contract: who holds an earlier version's tensors reads the later version in them, which has
+    the bytes of one made anew.
+    """
+    later = expert_masters(3, 128, 128, seed=1)
+
+    def version(masters: tuple[torch.Tensor, torch.Tensor], out: LowBitExperts | None = None):
+        return materialize_experts(*masters, get_scheme(scheme), torch.bfloat16, "layer", out)
+
+    earlier = version(expert_masters(3, 128, 128, seed=0))
+    tensors = dict(earlier.tensors(ExpertLayout()))
+    version(later, earlier)
+    anew = dict(version(later).tensors(ExpertLayout()))
+    assert same_bits(sorted(tensors.items()), sorted(anew.items()))
 
 
 @pytest.mark.parametrize("scheme", [name for name in SCHEMES if name != "bf16"])
