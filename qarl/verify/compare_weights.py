@@ -38,6 +38,8 @@ from qarl.verify.names import EMBEDDING, HEAD
 from qarl.verify.quantization import CODES, Quantization, describe, nearest, rounded, same
 from qarl.verify.sides import Side, open_side, read_quantization
 
+_SPEAKS_FOR_ALL = ("settings", "uneven", "missing")
+"""Names of causes whose evidence is a setting, a count, or the side that alone has something."""
 _UNSEEN = ("input_global_scale", "input_scale")
 """Tensors of activations, which a trainer's masters do not have."""
 
@@ -309,10 +311,12 @@ def _tied(trainer: Side, engine: Side) -> Iterator[Cause]:
 def _merged(causes: list[Cause]) -> list[Cause]:
     """Return causes with those of the same name, remedy and level joined, the first's evidence
     standing for all.
+
+    Those whose evidence is about all that they name are joined only with the same evidence.
     """
     groups: dict[tuple[str, str, str], list[Cause]] = {}
     for cause in causes:
-        text = cause.evidence if cause.name in ("settings", "uneven") else ""
+        text = cause.evidence if cause.name in _SPEAKS_FOR_ALL else ""
         groups.setdefault((cause.name, cause.level, cause.remedy + text), []).append(cause)
     return [
         Cause(

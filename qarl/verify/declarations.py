@@ -66,16 +66,21 @@ def _same_setting(one: Any, other: Any) -> bool:
 
 def missing_layers(trainer: Side, engine: Side) -> Iterator[Cause]:
     """Yield a cause for layers that one side alone has."""
+    remedies = {
+        "trainer": "publish all tensors, by transformers' names",
+        "engine": "give all of the trainer's tensors, or compare with the model that it trains",
+    }
     for side, other in ((trainer, engine), (engine, trainer)):
         alone = [
             name for name in side.layers if name not in other.layers and not name.endswith(HEAD)
         ]
+        count = "1 layer is" if len(alone) == 1 else f"{len(alone)} layers are"
         if alone and not other.effective:
             yield Cause(
                 name="missing",
                 level="fault",
-                evidence=f"{len(alone)} layers are the {side.role}'s alone",
-                remedy="publish all tensors, by transformers' names",
+                evidence=f"{count} the {side.role}'s alone",
+                remedy=remedies[side.role],
                 about=tuple(alone),
             )
 

@@ -150,6 +150,33 @@ def test_what_the_trainer_means_is_not_guessed(tmp_path: Path):
     assert not qarl.verify.weights(source, engine, meant).unchecked
 
 
+def test_what_one_side_alone_has_is_counted_by_side(tmp_path: Path):
+    """Contract: a cause's count and its layers are of the side that it names, for whole layers and
+    for tensors beside a layer's weight.
+    """
+    source, engine = pair(tmp_path)
+    ours, theirs = read(source), read(engine)
+    for leaf in ("gate_proj", "up_proj"):
+        for name in [name for name in theirs if f"layers.0.mlp.{leaf}." in name]:
+            del theirs[name]
+    del ours["model.layers.1.mlp.down_proj.weight"]
+    ours["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(128)
+    theirs["model.layers.1.self_attn.o_proj.bias"] = torch.zeros(128)
+    save_file(ours, source / "model.safetensors")
+    save_file(theirs, engine / "model.safetensors")
+    causes = qarl.verify.weights(source, engine).faults
+    assert {cause.name for cause in causes} == {"missing"}
+    assert {cause.evidence: cause.about for cause in causes} == {
+        "2 layers are the trainer's alone": (
+            "model.layers.0.mlp.gate_proj",
+            "model.layers.0.mlp.up_proj",
+        ),
+        "1 layer is the engine's alone": ("model.layers.1.mlp.down_proj",),
+        "the trainer alone has it": ("model.layers.0.self_attn.o_proj.bias",),
+        "the engine alone has it": ("model.layers.1.self_attn.o_proj.bias",),
+    }
+
+
 def test_rotary_pairs_in_another_order_are_named(tmp_path: Path):
     """Rows 2i and 2i + 1 of a head hold a pair, in place of rows i and i + 16 of 32."""
     source, engine = pair(tmp_path)
