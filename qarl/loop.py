@@ -93,8 +93,8 @@ def _step(
     """Do one step, move `position` forward, and write its metrics, also if a publish fails."""
     session = rollouts.session
     config = rollouts.config
-    watch = rollouts.watch
-    learned = published = token_log = measured = None
+    stopwatch = rollouts.stopwatch
+    learn_stats = published = token_log = heldout = None
     all_groups, training_groups = rollouts.take()
     if training_groups:
         pad_token = session.policy.prompter.pad_token
@@ -103,32 +103,34 @@ def _step(
         if batch.advantages.any():
             token_log = recorder.log(batch, training_groups)
             gate = session.gate if position.version == 0 else None  # before the first update
-            with watch("learn"):
-                learned = session.policy.learner.learn(batch, position.step, gate, token_log)
-    position.skipped_batches += learned is None
-    position.version += learned is not None
+            with stopwatch("learn"):
+                learn_stats = session.policy.learner.learn(batch, position.step, gate, token_log)
+    if learn_stats is None:
+        position.skipped_batches += 1
+    else:
+        position.version += 1
     position.step += 1  # the weights include it, so a checkpoint after a failure counts it
     try:
         rollouts.finish_pending()
-        with watch("record"):
-            recorder.write(position.step, training_groups if learned else all_groups, token_log)
-        if learned is not None:
-            with watch("publish"):
+        with stopwatch("record"):
+            recorder.write(position.step, training_groups if learn_stats else all_groups, token_log)
+        if learn_stats is not None:
+            with stopwatch("publish"):
                 published = session.publisher.publish(position.version)
         last = position.step == config.steps
         if config.eval.problems and (position.step % config.eval.every == 0 or last):
-            with watch("evaluate"):
-                measured = evaluate_heldout(session, config)
+            with stopwatch("evaluate"):
+                heldout = evaluate_heldout(session, config)
     finally:
         metrics = StepMetrics(
             step=position.step,
             weight_version=position.version,
             skipped_batches=position.skipped_batches,
-            learn=learned,
-            heldout=measured,
-            digest=published and published.digest,
-            canary=published and published.canary and published.canary.mean_abs,
-            seconds=watch.take(),
+            learn=learn_stats,
+            heldout=heldout,
+            digest=None if published is None else published.digest,
+            canary=None if published is None else published.canary_mean_abs,
+            seconds=stopwatch.take(),
             staleness=rollouts.staleness,
             **batch_metrics(all_groups),
         )

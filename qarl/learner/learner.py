@@ -111,7 +111,7 @@ class Learner:
         self.stopwatch = Stopwatch()
         self.schedule = make_schedule(config.optimizer, steps)
         self._seed = seed
-        self._start = StartingPolicy()
+        self._starting_policy = StartingPolicy()
         self.batch_complete = True
         """Whether the masters are those of a finished batch: False if an error came between its
         updates.
@@ -159,7 +159,7 @@ class Learner:
             stopwatch=self.stopwatch,
             old=RowLogprobs(batch),
             log=log,
-            start=self._start,
+            start=self._starting_policy,
             reference=None if self._reference is None else RowLogprobs(batch),
             fill_logprobs=self.scorer.fill,
         )
@@ -256,6 +256,8 @@ class Learner:
             own, entropies = self.scorer.token_logprobs(
                 self.model, rows, micro.chunks, entropy=mini.supplies_old
             )
+        # `own` are this forward's log-probs. The loss compares `current`, which under
+        # `ratio_fix: shadow_forward` has the values of the published codes and own's gradient.
         current = own if shadow is None else shadowed(own, shadow.rows_like(micro.index, own))
         old = None
         if mini.supplies_old:
@@ -346,7 +348,7 @@ class Learner:
             "scale": self.loss_scale.state_dict(),
             "base": self.model.base_digest,
             "scales": scales_state(self.model),
-            "start": self._start.state_dict(),
+            "start": self._starting_policy.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -359,7 +361,7 @@ class Learner:
         load_scales_state(self.model, state["scales"])
         self.optimizer.load_state_dict(state)
         self.loss_scale.load_state_dict(state["scale"])
-        self._start.load_state_dict(state["start"])
+        self._starting_policy.load_state_dict(state["start"])
         self.model.refresh()
 
     def _require_base(self, saved: str | None) -> None:

@@ -45,9 +45,11 @@ class SampledStep(NamedTuple):
 class Rollouts:
     """A session's batches, from the run's position on."""
 
-    def __init__(self, session: Session, config: RunConfig, position: Position, watch: Stopwatch):
+    def __init__(
+        self, session: Session, config: RunConfig, position: Position, stopwatch: Stopwatch
+    ):
         self.session = session
-        self.watch = watch
+        self.stopwatch = stopwatch
         """Times of the present step. Sampling that a checkpoint waits for counts for the next."""
         self.staleness: float | None = None
         """Staleness of the batch taken last: versions between the weights that sampled it and those
@@ -59,9 +61,11 @@ class Rollouts:
         self._max_staleness = 0 if replays else config.rollout.max_staleness
         self._threads = ThreadPoolExecutor(max(1, self._max_staleness), "sampling-ahead")
         self._sampled = deque(map(_from_plain, position.ahead))
+        """Batches of the next steps that are ready, in order."""
         self._requested: deque[tuple[int, Future[Sampled]]] = deque()
         """Steps after those of `_sampled`, in order, with their pending requests."""
         self._next_step = position.step + len(self._sampled)
+        """First step, counted from 0, whose batch was not requested yet."""
 
     def take(self) -> SampledStep:
         """Return the groups of the next step, and begin the batches after it if they are sampled
@@ -69,19 +73,19 @@ class Rollouts:
         """
         self._next_step = max(self._next_step, self._position.step + 1)
         if self._sampled:
-            # It stays in `ahead` until `finish_pending`, for the checkpoint that a fault in this
-            # step writes of the step before.
+            # It stays in `Position.ahead` until `finish_pending`. If this step fails, a checkpoint
+            # of the step before is written, and a resumed run learns from this batch again.
             batch = self._sampled.popleft()
         elif self._requested:
             batch = self._next_pending()
         else:
-            batch = sample_step(self.session, self.config, self._position.step, self.watch)
+            batch = sample_step(self.session, self.config, self._position.step, self.stopwatch)
         if self._max_staleness:
             completions = [c for group in batch.all_groups for c in group.completions]
             versions = [v for completion in completions for v in completion.versions]
             self.staleness = self._position.version - sum(versions) / len(versions)
-            with self.watch("sample"):
-                self._begin()
+            with self.stopwatch("sample"):
+                self._request_ahead()
         return batch
 
     def finish_pending(self) -> None:
@@ -104,12 +108,14 @@ class Rollouts:
         return vars(self._position)
 
     def _collect_pending(self) -> None:
+        """Wait for all requests in flight, and make their batches ready."""
         while self._requested:
             batch = self._next_pending()
             self._sampled.append(batch)
             self._position.ahead = [*self._position.ahead, _to_plain(batch)]
 
-    def _begin(self) -> None:
+    def _request_ahead(self) -> None:
+        """Request the batches of the steps up to `rollout.max_staleness` ahead."""
         last = min(self._position.step + self._max_staleness, self.config.steps - 1)
         while self._next_step <= last:
             request = make_request(self.session, self.config, self._next_step)
@@ -119,8 +125,9 @@ class Rollouts:
             self._next_step += 1
 
     def _next_pending(self) -> SampledStep:
+        """Wait for the oldest request in flight, and return its batch."""
         step, response = self._requested.popleft()
-        return sample_step(self.session, self.config, step, self.watch, response.result)
+        return sample_step(self.session, self.config, step, self.stopwatch, response.result)
 
 
 @dataclass(frozen=True)
@@ -130,7 +137,9 @@ class SampleRequest:
     problems: list[Problem]
     """Problems, one for each prompt."""
     prompts: list[Prompt]
+    """The problems as token ids."""
     sampling: Sampling
+    """Number of completions, lengths, temperature and seeds."""
     speaker: Speaker | None
     """Holds conversations with the engine; None asks for plain answers."""
 
@@ -143,7 +152,7 @@ def sample_step(
     session: Session,
     config: RunConfig,
     step: int,
-    watch: Stopwatch,
+    stopwatch: Stopwatch,
     first_response: Callable[[], Sampled] | None = None,
 ) -> SampledStep:
     """Return all groups sampled in `step`, and those to learn from.
@@ -157,7 +166,7 @@ def sample_step(
     Default: request it now. Raises `RewardError` if the reward gave no signal for any completion.
     """
     if config.from_rollouts is not None:
-        with watch("sample"):
+        with stopwatch("sample"):
             return _recorded_step(session, config, Path(config.from_rollouts), step)
     policy = session.policy
     extra_rounds = config.rollout.dynamic_sampling or 0
@@ -165,13 +174,13 @@ def sample_step(
     sampled: list[Group] = []
     training: list[Group] = []
     for attempt in range(1 + extra_rounds):
-        with watch("sample"):
+        with stopwatch("sample"):
             request = make_request(session, config, step, attempt)
             if first_response is not None and attempt == 0:
                 prompts, completions = first_response()
             else:
                 prompts, completions = request.send(session)
-        with watch("score"):  # each process scores its share; all get all groups
+        with stopwatch("score"):  # each process scores its share; all get all groups
             scored = score_groups(policy.task, request.problems, prompts, completions)
             groups = policy.processes.concatenated(scored)
         sampled += groups

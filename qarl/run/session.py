@@ -84,7 +84,7 @@ class Connection:
     """Whether the engine caches no prompts although `rollout.prefix_caching` is true."""
 
     def describe(self) -> list[str]:
-        """Return lines on the learner's products, the tests of kernels and operators, the cache."""
+        """Return lines on the learner's layers, the tests of kernels and operators, the cache."""
         lines = [f"learner multiplies with {self.multiplies}"]
         if self.row_check is not None:
             lines.append(str(self.row_check))
@@ -175,7 +175,8 @@ def connected(
             model than transformers'.
     """
     operator_check = check_operators(model, sequences)
-    # No GPU has run the comparison, so that there it is shown and refuses nothing.
+    # The result is shown everywhere. It refuses a run on CPUs alone, because the comparison has
+    # never run on a GPU.
     if operator_check is not None and model.device.type == "cpu":
         require_right_operators(operator_check)
 
@@ -259,7 +260,7 @@ def canary_sequences(policy: TrainingPolicy, config: RunConfig) -> list[list[int
     sequences = []
     for problem in problems:
         answer = policy.prompter.tokenizer(problem.answer, add_special_tokens=False)["input_ids"]
-        # An answer is not asked of the model, so its tokens need no row.
+        # A reference answer may have tokens that the embedding has no row for: they are left out.
         known = filter(policy.prompter.vocabulary.has, answer)
         sequence = [*policy.prompter.prompt(problem).token_ids, *known]
         sequences.append(sequence[: config.rollout.longest - 1])

@@ -96,8 +96,8 @@ def _one_rank_reference(
         scored = zip(fixed.logprobs(), fixed.response_mask, strict=True)
         logprobs = [row[mask].tolist() for row, mask in scored]
         on_cpu = policy.model.device.type == "cpu"
-        times = SAME_KERNELS_TOLERANCE if on_cpu else OTHER_KERNELS_TOLERANCE
-        bound = config.sync.canary_bound or times * fixed.floor().mean_abs
+        multiple = SAME_KERNELS_TOLERANCE if on_cpu else OTHER_KERNELS_TOLERANCE
+        bound = config.sync.canary_bound or multiple * fixed.floor().mean_abs
     policy.processes.barrier()
     return ExportReference(sequences, logprobs, bound)
 

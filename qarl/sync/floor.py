@@ -93,13 +93,11 @@ def tolerance(model: LowBitModel, row_check: RowCheck | None) -> float:
     same_kernels = row_check is not None and not row_check.dependent
     # On GPUs the self-test does not cover the kernels of attention and sampling.
     on_cpu = model.device.type == "cpu"
-    return (
-        SAME_KERNELS_TOLERANCE
-        if same_kernels and on_cpu and model.operators == "engine"
-        else OTHER_KERNELS_TOLERANCE
-    )
+    if same_kernels and on_cpu and model.operators == "engine":
+        return SAME_KERNELS_TOLERANCE
+    return OTHER_KERNELS_TOLERANCE
 
 
-def describe_tolerance(times: float) -> str:
-    """Return the words that explain a bound of `times` the floor."""
-    return f"{times:g} times what two right implementations of this model are apart in rounding"
+def describe_tolerance(multiple: float) -> str:
+    """Return the words that explain a bound of this multiple of the floor."""
+    return f"{multiple:g} times what two right implementations of this model are apart in rounding"

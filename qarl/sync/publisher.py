@@ -56,6 +56,11 @@ class Publish:
     canary: Mismatch | None = None
     """Mismatch of learner and engine on the fixed sequences; None if this publish had no canary."""
 
+    @property
+    def canary_mean_abs(self) -> float | None:
+        """Mean |Δ log p| of the canary, in nats; None if this publish had none."""
+        return None if self.canary is None else self.canary.mean_abs
+
 
 class Publisher:
     """Publishes one model into one engine.
