@@ -382,6 +382,21 @@ def test_mismatch_of_a_sampler_one_version_behind_counts_as_staleness():
     assert stale.records["ages"].age == (1,)
 
 
+def test_a_sequences_tokens_of_two_versions_are_counted_at_two_ages():
+    """Contract: each response token counts once, at its own version's age; the mean is by hand."""
+    learner = learner_of("w4a16", True, mini_batches=1)
+    batch = batch_of(1)
+    distance = (logprobs_of(learner, batch).values - batch.sampler_logprobs).abs()
+    behind = torch.zeros_like(batch.response_mask, dtype=torch.int64)
+    behind[:, ::2] = 1
+    behind *= batch.response_mask
+    ages = learner.learn(dataclasses.replace(batch, versions_behind=behind), 1).records["ages"]
+    masks = [batch.response_mask & (behind == age) for age in (0, 1)]
+    assert ages.age == (0, 1)
+    assert ages.tokens == tuple(int(mask.sum()) for mask in masks)
+    assert ages.mean_abs == pytest.approx([float(distance[mask].mean()) for mask in masks])
+
+
 def test_ages_come_from_the_versions_that_sampled():
     """Contract: ages are per token.
 

@@ -194,6 +194,13 @@ def test_files_and_config_of_different_models_are_refused_by_name(
             read(folder)
 
 
+def test_a_tied_model_without_embedding_and_head_is_refused(tmp_path: Path):
+    """Contract: one of the two stands for both; if neither is stored, the embedding is missed."""
+    folder = folder_of(tmp_path, drop(EMBEDDING))
+    with pytest.raises(ModelError, match=r"lacks 1 tensors, .* 'model\.embed_tokens\.weight'"):
+        model_skeleton(folder)
+
+
 @pytest.mark.parametrize(
     "change",
     [
