@@ -772,11 +772,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Glm4vConfig",
         {
             "text_config": {
+                "attention_bias": True,
                 "rope_parameters": {
                     **_ROPE,
                     "partial_rotary_factor": 0.5,
                     "mrope_section": [2, 3, 3],
-                }
+                },
             }
         },
     ),
@@ -787,6 +788,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
                 **_HEADS,
                 **_MOE,
                 "n_routed_experts": 8,
+                "use_qk_norm": False,
                 "rope_parameters": {
                     **_ROPE,
                     "partial_rotary_factor": 0.5,
@@ -814,7 +816,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm-asr": ("GlmAsrConfig", {"text_config": _LLAMA}),
     "glm-ocr": (
         "GlmOcrConfig",
-        {"text_config": {**_HEADS, "rope_parameters": {**_ROPE, "mrope_section": [4, 6, 6]}}},
+        {
+            "text_config": {
+                **_HEADS,
+                "rope_parameters": {
+                    **_ROPE,
+                    "partial_rotary_factor": 1.0,
+                    "mrope_section": [4, 6, 6],
+                },
+            }
+        },
     ),
     "granite4-vision": (
         "Granite4VisionConfig",
@@ -916,7 +927,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-vl-moe": (
         "Qwen3VLMoeConfig",
-        {"text_config": {**_HEADS, **_MOE, **_POSITIONS, "moe_intermediate_size": 64}},
+        {
+            "text_config": {
+                **_HEADS,
+                **_MOE,
+                **_POSITIONS,
+                "moe_intermediate_size": 256,
+                "norm_topk_prob": True,
+            },
+            **_PICTURES,
+        },
     ),
     "step3.7": (
         "Step3p7Config",
@@ -1110,7 +1130,7 @@ def write_model(name: str, folder: Path, seed: int = 0) -> None:
         while _sureness(model, tokens) > _SURE:
             head.mul_(0.8)
     model.save_pretrained(folder)
-    _name_as_published(folder)
+    _write_as_published(folder)
 
 
 def _sureness(model: Any, tokens: torch.Tensor) -> float:
@@ -1127,10 +1147,13 @@ def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return model(input_ids=tokens).logits.float()
 
 
-def _name_as_published(folder: Path) -> None:
-    """Correct names that transformers 5.19 writes wrong: a part twice, for models with sound, and
-    names of a tower in the language model (Qianfan-OCR).
+def _write_as_published(folder: Path) -> None:
+    """Correct what transformers 5.19 writes wrong: a part of a name twice, for models with sound,
+    names of a tower in the language model (Qianfan-OCR), and stacks of experts that are published
+    transposed (Qwen3-VL's mixtures).
     """
+    config = transformers.AutoConfig.from_pretrained(folder)
+    turned = config.model_type == "qwen3_vl_moe"
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         names = {name: name.replace(".model.model.", ".model.") for name in tensors}
@@ -1140,8 +1163,13 @@ def _name_as_published(folder: Path) -> None:
             else own
             for name, own in names.items()
         }
-        if any(own != name for name, own in names.items()):
-            save_file({names[name]: tensor for name, tensor in tensors.items()}, file)
+        tensors = {
+            names[name]: tensor.transpose(1, 2).contiguous()
+            if turned and tensor.ndim == 3
+            else tensor
+            for name, tensor in tensors.items()
+        }
+        save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _class_of(config: transformers.PreTrainedConfig, has_towers: bool) -> Any:

@@ -5,7 +5,7 @@ It consists of config, tokenizer and published tensors.
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from qarl.configs.errors import QarlError
 from qarl.configs.files import written_aside
+from qarl.quant.checkpoint.families import stacks_stored_transposed
 from qarl.quant.checkpoint.folder import COMPANIONS, file_digests, read_config, weight_files
 from qarl.quant.checkpoint.load import empty_model
 from qarl.quant.checkpoint.source_config import with_source_fields
@@ -76,19 +77,27 @@ def export_masters(model: LowBitModel, source: Path, folder: Path) -> None:
         else:
             dtype = next(iter(model.loaded.values())).dtype
             complete = _settings(model, dtype)
-            _make_whole(whole, source, building)
+            _make_whole(whole, stacks_stored_transposed(plain), source, building)
         _write_config(file, complete)
         copy_companions(source, building)
 
 
-def _make_whole(whole: Whole, source: Path, folder: Path) -> None:
+def _make_whole(whole: Whole, turned: Collection[str], source: Path, folder: Path) -> None:
     """Give a language model's tensors in `folder` the names they have in the whole, and add the
     towers of `source`.
+
+    turned: own names of stacks that the whole has transposed. transformers 5.19 does not transpose
+    them when it saves.
     """
     (folder / "model.safetensors.index.json").unlink(missing_ok=True)
     files = {}
     for number, file in enumerate(sorted(folder.glob("*.safetensors"))):
-        tensors = {whole.written_name(name): tensor for name, tensor in load_file(file).items()}
+        tensors = {
+            whole.written_name(name): tensor.transpose(1, 2).contiguous()
+            if name in turned
+            else tensor
+            for name, tensor in load_file(file).items()
+        }
         file.unlink()
         save_file(tensors, folder / f"tensors-{number}.safetensors", metadata={"format": "pt"})
         files[f"tensors-{number}.safetensors"] = list(tensors)

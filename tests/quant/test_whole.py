@@ -6,6 +6,7 @@ tests/engine/test_families.py compares with what an engine samples.
 import importlib.util
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from transformers.utils.import_utils import is_torchvision_available
 
 from qarl.quant.checkpoint.load import load_masters, model_skeleton
 from qarl.quant.checkpoint.whole import Whole, read_whole, whole_of
+from qarl.quant.schemes import SchemeError
 from qarl.sync.export import export_checkpoint, export_masters
 from tests.support.kernels import no_cuda
 from tests.support.models import low_bit, randomize, some_tokens
@@ -55,6 +57,7 @@ QWEN_TOWER = {
     "num_heads": 2,
     "out_hidden_size": 128,
 }
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
 WHOLES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "Qwen3VLConfig": (
         {"rope_parameters": {"rope_type": "default", "mrope_section": [12, 10, 10]}},
@@ -78,6 +81,29 @@ WHOLES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {**TOWER, "model_type": "clip_vision_model", "projection_dim": 32},
         {},
     ),
+    "Qwen3VLMoeConfig": (
+        {
+            **EXPERTS,
+            "num_experts": 4,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [12, 10, 10]},
+        },
+        {**QWEN_TOWER, "deepstack_visual_indexes": [0]},
+        {},
+    ),
+    "Glm4vMoeConfig": (
+        {
+            **EXPERTS,
+            "n_routed_experts": 4,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {
+                "rope_type": "default",
+                "partial_rotary_factor": 0.5,
+                "mrope_section": [4, 6, 6],
+            },
+        },
+        QWEN_TOWER,
+        {},
+    ),
 }
 """Configuration's class → changes of its language model, its tower, and other fields."""
 wholes = pytest.mark.parametrize(
@@ -96,6 +122,16 @@ def write_whole(kind: str, tied: bool, folder: Path) -> Any:
     )
     model = randomize(AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
     model.save_pretrained(folder)
+    if kind == "Qwen3VLMoeConfig":  # published transposed, as transformers reads it
+        file = folder / "model.safetensors"
+        save_file(
+            {
+                name: tensor.transpose(1, 2).contiguous() if tensor.ndim == 3 else tensor
+                for name, tensor in load_file(file).items()
+            },
+            file,
+            metadata={"format": "pt"},
+        )
     (folder / "preprocessor_config.json").write_text("{}")
     return model
 
@@ -175,6 +211,34 @@ def test_an_export_is_the_whole_with_its_tower_untouched(kind: str, tied: bool, 
             rtol=1e-4,
             atol=1e-4,
         )
+
+
+def test_stacks_that_are_published_transposed_are_written_so(tmp_path: Path):
+    """Contract: Qwen3-VL's mixtures have their experts' stacks transposed in checkpoints, and so
+    has an export, of a model or of masters. Square ones are refused, because transformers tells by
+    the shape.
+    """
+    source = tmp_path / "source"
+    write_whole("Qwen3VLMoeConfig", False, source)
+    before = load_file(source / "model.safetensors")
+    masters = load_masters(source, torch.float32)
+    model = low_bit(masters, "bf16", operators="transformers")
+    export_checkpoint(model, source, tmp_path / "export")
+    export_masters(model, source, tmp_path / "masters")
+    for folder in ("export", "masters"):
+        after: dict[str, torch.Tensor] = {}
+        for file in (tmp_path / folder).glob("*.safetensors"):
+            after |= load_file(file)
+        assert after.keys() == before.keys()
+        assert all(torch.equal(t, before[name].to(t.dtype)) for name, t in after.items())
+    square = tmp_path / "square"
+    settings = json.loads((source / "config.json").read_text())
+    settings["text_config"]["moe_intermediate_size"] = 64
+    square.mkdir()
+    (square / "config.json").write_text(json.dumps(settings))
+    shutil.copy(source / "model.safetensors", square)
+    with pytest.raises(SchemeError, match="square matrices of 128 columns"):
+        model_skeleton(square)
 
 
 def test_names_of_drawn_prefixes_have_an_inverse():

@@ -22,6 +22,7 @@ from transformers.core_model_loading import (
 )
 
 from qarl.configs.errors import ModelError
+from qarl.quant.checkpoint.families import stacks_stored_transposed
 from qarl.quant.checkpoint.folder import same_bytes
 from qarl.quant.checkpoint.whole import whole_of
 
@@ -192,10 +193,15 @@ def _refuse_other_shapes(
     Only tensors named by both are compared, because the loader strips prefixes and stacks experts
     of others.
     """
-    wrong = [
-        (name, list(stored[name]), list(tensor.shape))
+    turned = stacks_stored_transposed(model)
+    shapes = {
+        name: [tensor.shape[axis] for axis in (0, 2, 1)] if name in turned else list(tensor.shape)
         for name, tensor in model.state_dict().items()
-        if name in stored and list(stored[name]) != list(tensor.shape)
+    }
+    wrong = [
+        (name, list(stored[name]), shape)
+        for name, shape in shapes.items()
+        if name in stored and list(stored[name]) != shape
     ]
     if not wrong:
         return

@@ -20,9 +20,10 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import Transpose
 
 from qarl.quant.checkpoint.settings import EXPERTS_A_TOKEN
+from qarl.quant.checkpoint.text_class import conversions
 from qarl.quant.checkpoint.whole import whole_of
 from qarl.quant.schemes import SchemeError
 
@@ -64,6 +65,8 @@ class ExpertLayout:
     """
     transposed: bool = False
     """True if masters and checkpoint have the two tensors transposed, [E, H, 2I] and [E, I, H]."""
+    stored_transposed: bool = False
+    """True if an unquantized checkpoint has them transposed, and masters have not (Qwen3-VL)."""
 
     @property
     def projections(self) -> tuple[str, str, str]:
@@ -132,21 +135,25 @@ def family_of(model_type: str) -> Family:
     """
     experts = {}
     renamed = []
+    turned = False
     conversion: Any
-    for conversion in get_checkpoint_conversion_mapping(model_type) or ():
+    for conversion in conversions(model_type):
         sources = conversion.source_patterns
         targets = conversion.target_patterns
+        operations = getattr(conversion, "operations", None) or ()
         each = [_EACH.fullmatch(source) for source in sources]
         if len(targets) == 1 and all(each):
             experts[targets[0].rpartition(".")[2]] = [match[2] for match in each if match]
-        elif len(sources) == len(targets) == 1 and not getattr(conversion, "operations", None):
+        elif targets == ["mlp.experts.gate_up_proj"] == sources:
+            turned = [type(operation) for operation in operations] == [Transpose]
+        elif len(sources) == len(targets) == 1 and not operations:
             # Of a parameter's name only its module's part counts.
             suffix = ".weight" if targets[0].endswith(".weight") else ""
             ours = _plain(targets[0], suffix)
             written = _plain(sources[0], suffix)
             if ours and written:
                 renamed.append((ours, written))
-    layout = Family.experts
+    layout = replace(Family.experts, stored_transposed=turned)
     if experts.keys() == {"gate_up_proj", "down_proj"} and len(experts["gate_up_proj"]) == 2:
         layout = ExpertLayout(*experts["gate_up_proj"], *experts["down_proj"])
     return Family(layout, tuple(renamed))
@@ -199,6 +206,28 @@ def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
                 " biases, and gpt-oss's; take another model"
             )
         yield name, module
+
+
+def stacks_stored_transposed(model: PreTrainedModel) -> set[str]:
+    """Return the names of the experts' stacks that the checkpoint has transposed, and masters not.
+
+    Raises `SchemeError` for stacks of square matrices: transformers tells by their shape whether
+    they are transposed, and vLLM always transposes.
+    """
+    if not names_of(model.config).experts.stored_transposed:
+        return set()
+    names = set()
+    for layer, experts in fused_experts(model):
+        for name, stack in experts.named_parameters():
+            if stack.shape[1] == stack.shape[2]:
+                raise SchemeError(
+                    f"{layer}.{name} has square matrices of {stack.shape[1]} columns: transformers"
+                    f" would read the checkpoint of a {model.config.model_type!r} as if it were not"
+                    " transposed; take a model with other sizes (hidden_size,"
+                    " moe_intermediate_size)"
+                )
+            names.add(f"{layer}.{name}")
+    return names
 
 
 def _unknown_layout(experts: nn.Module, stacks: Collection[str]) -> str:

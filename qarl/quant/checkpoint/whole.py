@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from qarl.configs.errors import ModelError
 from qarl.quant.checkpoint.folder import tensor_shapes
 from qarl.quant.checkpoint.settings import inputs_beside_text
 from qarl.quant.checkpoint.source_config import with_source_fields
+from qarl.quant.checkpoint.text_class import has_text_class
 
 _TEXT_CLASSES = {
     "qwen2_vl_text": "Qwen2Config",
@@ -153,10 +154,10 @@ def language_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
     None if transformers has no class for it. Its output head is tied if the whole's is.
     """
     text = config.get_text_config()
-    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        kind = _TEXT_CLASSES.get(text.model_type)
-        if kind is None:
-            return None
+    kind = _TEXT_CLASSES.get(text.model_type)
+    if kind is None and not has_text_class(config):
+        return None
+    if kind is not None:
         settings = text.to_dict()
         settings.pop("model_type")
         text = getattr(transformers, kind)(**settings)

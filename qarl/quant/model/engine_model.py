@@ -62,7 +62,7 @@ def engine_model(
     _refuse_shared_head(model, architecture, tensors, sources)
     modules = dict(skeleton.module.named_modules())
     _refuse_unloaded(skeleton.module, architecture, sources)
-    _refuse_unread_corrections(architecture, tensors, sources)
+    _refuse_unread(architecture, model, tensors, sources)
     for name, module in modules.items():
         refuse_unknown(name, module, sources, () if whole is None else whole.towers)
     linears = {
@@ -129,25 +129,42 @@ def _refuse_unloaded(
             )
 
 
-def _refuse_unread_corrections(
+def _refuse_unread(
     architecture: str,
+    model: PreTrainedModel,
     tensors: Collection[str],
     sources: Mapping[tuple[str, str], Collection[str]],
 ) -> None:
-    """Raise `NoEngineModelError` if vLLM leaves out correction biases of routers.
+    """Raise `NoEngineModelError` if vLLM leaves out correction biases of routers, or biases of
+    linear layers, so that an engine would compute another model.
 
-    Its loaders may ignore names that end in "_bias" (Laguna), and an engine would choose other
-    experts.
+    Its loaders may ignore names that end in "bias" (Laguna), and its layers may lack a bias if a
+    setting is missing in config.json (GLM-4V's attention_bias).
 
     tensors: names in the checkpoint.
     """
+    checkpoint_name = names_of(model.config).checkpoint_name
+    biases = {
+        checkpoint_name(f"{name}.bias")
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module.bias is not None
+    }
     read = {name for names in sources.values() for name in names}
-    unread = [name for name in tensors if name.endswith(_CORRECTION) and name not in read]
-    if unread:
-        raise NoEngineModelError(
-            f"vLLM's {architecture} does not load {unread[0]!r}, by which a router chooses experts,"
-            " so that an engine would choose others; take another model"
-        )
+    for name in tensors:
+        if name in read:
+            continue
+        if name.endswith(_CORRECTION):
+            raise NoEngineModelError(
+                f"vLLM's {architecture} does not load {name!r}, by which a router chooses experts,"
+                " so that an engine would choose others; take another model"
+            )
+        if name in biases:
+            raise NoEngineModelError(
+                f"vLLM's {architecture} has no bias for {name!r}, so that an engine would compute"
+                " another model; if config.json lacks the setting by which vLLM adds it"
+                " (attention_bias true), add it as the model's publisher has it, or take another"
+                " model"
+            )
 
 
 def _divided(linear: LinearBase) -> Divided | None:

@@ -72,7 +72,8 @@ def _experts_tensors(layers: Layers, layer: str, key: str, written: str) -> Iter
         gate_up, down = stacks
         codes = (down if key == "down_proj" else gate_up).codes
         stack = codes.view(experts.shape.experts, -1, codes.shape[-1])
-        yield LowBitTensor(written, _transposed(stack) if layout.transposed else stack)
+        turned = layout.transposed or layout.stored_transposed
+        yield LowBitTensor(written, _transposed(stack) if turned else stack)
     elif key == "gate_up_proj":
         for suffix, tensor in experts.codes().tensors(layout):
             yield LowBitTensor(f"{layer}.{suffix}", tensor)

@@ -90,8 +90,9 @@ def layer_names(model: nn.Module, name: str, module: nn.Module) -> list[str]:
         return [layer for layer in loaded if layer.rpartition(".")[2] == last] or [last]
     names = _MULTIPLIED[model].get(name, [name])
     if isinstance(module, RoutedExperts):
-        # beside a correction bias, which is no expert's
-        befores = [name.partition(".experts.")[0] for name in names if ".experts." in name]
+        # beside a correction bias, which is no expert's; a stack's tensor is the experts' own
+        dotted = [f"{name}." for name in names]
+        befores = [name.partition(".experts.")[0] for name in dotted if ".experts." in name]
         return [f"{befores[0]}.experts" if befores else module.layer_name]
     return names
 
