@@ -31,7 +31,8 @@ class _NoVideos:
 
 
 class QwenVlProcessor(Qwen2VLProcessor):
-    """The processor for text and pictures of Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5.
+    """The processor for text and pictures of Qwen2-VL, Qwen2.5-VL, Qwen3-VL, Qwen3.5
+    and the last two's mixtures.
 
     They differ in videos. Where a folder's files name another patch size or other bounds on
     pixels, these come with the part for pictures.
@@ -54,7 +55,9 @@ OWN_PROCESSORS: Mapping[str, type[Any]] = {
     "qwen2_5_vl": QwenVlProcessor,
     "qwen2_vl": QwenVlProcessor,
     "qwen3_5": QwenVlProcessor,
+    "qwen3_5_moe": QwenVlProcessor,
     "qwen3_vl": QwenVlProcessor,
+    "qwen3_vl_moe": QwenVlProcessor,
     "smolvlm": SmolVlmProcessor,
 }
 """Model type → class of ours that stands in for transformers' class."""

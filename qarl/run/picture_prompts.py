@@ -15,7 +15,16 @@ from qarl.rollout.types import Pictures
 from qarl.tasks import Problem
 from qarl.tasks.base import PICTURE
 
-FAMILIES = ("idefics3", "qwen2_5_vl", "qwen2_vl", "qwen3_5", "qwen3_vl", "smolvlm")
+FAMILIES = (
+    "idefics3",
+    "qwen2_5_vl",
+    "qwen2_vl",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_vl",
+    "qwen3_vl_moe",
+    "smolvlm",
+)
 """Model types (config.json) whose prompts can have pictures."""
 _LACKING = {
     "gemma3": "vLLM on CPUs leaves out the attention in both directions over a picture",

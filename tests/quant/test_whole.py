@@ -27,6 +27,7 @@ from qarl.quant.schemes import SchemeError
 from qarl.sync.export import export_checkpoint, export_masters
 from tests.support.kernels import no_cuda
 from tests.support.models import low_bit, randomize, some_tokens
+from tests.support.picture_models import transpose_stacks
 from tests.support.tensors import seeded
 
 TEXT = {
@@ -122,16 +123,8 @@ def write_whole(kind: str, tied: bool, folder: Path) -> Any:
     )
     model = randomize(AutoModelForImageTextToText.from_config(config, dtype=torch.float32))
     model.save_pretrained(folder)
-    if kind == "Qwen3VLMoeConfig":  # published transposed, as transformers reads it
-        file = folder / "model.safetensors"
-        save_file(
-            {
-                name: tensor.transpose(1, 2).contiguous() if tensor.ndim == 3 else tensor
-                for name, tensor in load_file(file).items()
-            },
-            file,
-            metadata={"format": "pt"},
-        )
+    if kind == "Qwen3VLMoeConfig":
+        transpose_stacks(folder)
     (folder / "preprocessor_config.json").write_text("{}")
     return model
 

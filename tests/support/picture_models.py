@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoTokenizer,
     Idefics3Config,
@@ -19,8 +20,12 @@ from transformers import (
     Qwen2VLForConditionalGeneration,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
+    Qwen3VLMoeConfig,
+    Qwen3VLMoeForConditionalGeneration,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
 )
@@ -52,11 +57,21 @@ _QWEN: dict[str, tuple[Any, Any]] = {
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
     "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
     "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+    "qwen3_vl_moe": (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration),
+    "qwen3_5_moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
 }
 """Model type → classes of its configuration and its model."""
 PICTURE_FAMILIES = (*_IDEFICS, *_QWEN)
 """Model types that `write_picture_model` writes."""
 _QWEN_PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
+_MOE = "_moe"
+"""End of the model types of mixtures, which have the dense models' sizes, and experts."""
+_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "norm_topk_prob": True,
+}
 _QWEN_TEXT: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"mrope_section": [8, 12, 12]},
     "qwen2_5_vl": {"mrope_section": [8, 12, 12]},
@@ -145,6 +160,21 @@ def write_picture_model(
                 parameter.add_(0.1 * noise)
         model.lm_head.weight.mul_(3)  # distributions with peaks, at which mismatch shows
     model.save_pretrained(folder)
+    if family == "qwen3_vl_moe":
+        transpose_stacks(folder)
+
+
+def transpose_stacks(folder: Path) -> None:
+    """Transpose experts' stacks in a folder, as Qwen3-VL's mixtures are published.
+
+    transformers 5.19 reads them so, and does not write them so.
+    """
+    file = folder / "model.safetensors"
+    tensors = {
+        name: tensor.transpose(1, 2).contiguous() if tensor.ndim == 3 else tensor
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
 
 
 def _write_idefics(
@@ -205,9 +235,14 @@ def _write_qwen(
         "merge_size": 2,
     }
     (folder / "preprocessor_config.json").write_text(json.dumps(pixels))
-    rope = {"rope_type": "default", "rope_theta": 10000.0, **_QWEN_TEXT[family]}
+    kind = family.removesuffix(_MOE)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, **_QWEN_TEXT[kind]}
     text |= {"rope_parameters": rope}
-    if family == "qwen3_5":
+    if kind != family:
+        text |= _EXPERTS
+    if family == "qwen3_5_moe":
+        text |= {"shared_expert_intermediate_size": 128}
+    if kind == "qwen3_5":
         text |= {
             "layer_types": ["linear_attention", "full_attention"],
             "linear_num_key_heads": 2,
@@ -217,7 +252,7 @@ def _write_qwen(
         }
     config = config_class(
         text_config=text,
-        vision_config={**_QWEN_SIZES, **_QWEN_TOWER[family]},
+        vision_config={**_QWEN_SIZES, **_QWEN_TOWER[kind]},
         image_token_id=image,
         video_token_id=video,
         vision_start_token_id=start,
