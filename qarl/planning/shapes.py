@@ -16,7 +16,7 @@ from qarl.configs.schemes import SCHEME_SPECS
 from qarl.quant.checkpoint.check_folder import check_model
 from qarl.quant.checkpoint.folder import hub_config, local_folder, own_head, read_config
 from qarl.quant.checkpoint.patterns import matching
-from qarl.quant.checkpoint.settings import EXPERTS_A_TOKEN
+from qarl.quant.checkpoint.settings import EXPERTS_A_TOKEN, tower_inputs
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a value, by dtype."""
@@ -104,6 +104,17 @@ COUNTED = (
     "minimax_m2",
 )
 """Model types whose layers are all as `Shapes` describes them."""
+
+
+_SAME_LAYERS = {
+    "qwen2_vl": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+"""Type of a language model beside towers → type of `COUNTED` that has the same layers."""
 
 
 @dataclass(frozen=True)
@@ -285,14 +296,20 @@ def targeted(shapes: Shapes, patterns: tuple[str, ...]) -> int:
 
 
 def shapes_of(config: Mapping[str, Any], name: str) -> Shapes:
-    """Return the sizes that the fields of a config.json give.
+    """Return the sizes that the fields of a config.json give, of its language model alone.
 
     name: name of the model, for messages.
 
     Raises `ConfigError` unless all layers are alike, each with attention whose keys and values
     belong to a group of heads, and with one gated MLP or routed experts.
     """
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        # the whole's says whether the head is tied
+        tie = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+        config = {**text, **tie}
     kind = config.get("model_type")
+    kind = _SAME_LAYERS.get(str(kind), kind)
     if kind not in COUNTED:
         known = f"none of the {len(COUNTED)} whose sizes are counted (llama, qwen3, …)"
         raise ConfigError(
@@ -405,7 +422,9 @@ def sizes_of(model: str) -> tuple[Shapes, str]:
         check_model(folder)
         shapes = shapes_of(read_config(folder), model)
         tied = shapes.tied and not own_head(folder)
-        return replace(shapes, tied=tied), "its config.json"
+        left_out = " and ".join(tower_inputs(folder))
+        note = f", without its part for {left_out}" if left_out else ""
+        return replace(shapes, tied=tied), f"its config.json{note}"
     published = _published(model)
     return published or (
         shapes_of(read_config(hub_config(model).parent), model),

@@ -688,6 +688,26 @@ def test_init_writes_a_run_that_fits(model: str, gpus: str, said: str, tmp_path:
     capsys.readouterr()
 
 
+def test_a_language_model_beside_a_tower_is_counted_alone():
+    """Contract: by text_config, with the whole's tie, and the same layers under another type."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    text = {
+        **sizes,
+        "num_attention_heads": 4,
+        "vocab_size": 99,
+        "model_type": "qwen3",
+        "tie_word_embeddings": True,
+    }
+    whole = {
+        "model_type": "qwen3_vl",
+        "text_config": {**text, "model_type": "qwen3_vl_text"},
+        "tie_word_embeddings": False,
+        "vision_config": {"depth": 24},
+    }
+    alone = shapes_of({**text, "tie_word_embeddings": False}, "model")
+    assert shapes_of(whole, "model") == alone
+
+
 @pytest.mark.parametrize("kind", COUNTED)
 def test_matrices_are_those_of_the_architecture_if_shapes_are_exact(kind: str):
     """Contract: names and shapes are transformers' own, of all but protected layers. Blind spot:
