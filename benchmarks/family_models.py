@@ -704,6 +704,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window_size": 24,
         },
     ),
+    "blip-2": (
+        "Blip2Config",
+        {"text_config": {"ffn_dim": 256, "word_embed_proj_dim": 128, "model_type": "opt"}},
+    ),
     "aria": (
         "AriaConfig",
         {

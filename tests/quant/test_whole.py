@@ -252,6 +252,34 @@ def test_names_of_drawn_prefixes_have_an_inverse():
         assert not whole.own_name("visual.blocks.0.weight")
 
 
+@pytest.mark.parametrize(
+    ("embedding", "layer", "own"),
+    [
+        ("model.language_model.embed_tokens", "model.language_model.layers.0", "model.layers.0"),
+        (
+            "language_model.model.decoder.embed_tokens",
+            "language_model.model.decoder.layers.0",
+            "model.decoder.layers.0",
+        ),
+        (
+            "language_model.backbone.embeddings",
+            "language_model.backbone.layers.0",
+            "model.layers.0",
+        ),
+    ],
+)
+def test_a_prefix_stands_before_the_embedding(embedding: str, layer: str, own: str, tmp_path: Path):
+    """Contract: also of OPT (BLIP-2) and Nemotron-H, whose embeddings have other names."""
+    names = (embedding, f"{layer}.norm", "vision_model.embeddings.position_embedding", "mlp1.0")
+    tensors = {f"{name}.weight": torch.zeros(1) for name in names}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {}, "text_config": {}}))
+    whole = read_whole(tmp_path)
+    assert whole is not None
+    assert whole.own_name(f"{layer}.norm.weight") == f"{own}.norm.weight"
+    assert {*whole.towers} == {"vision_model", "mlp1"}
+
+
 def test_names_that_were_written_by_earlier_releases_are_read_and_kept(tmp_path: Path):
     """Contract: `language_model.model.…` in the files is trained, exported and named so."""
     source = tmp_path / "source"

@@ -38,6 +38,9 @@ def has_text_class(config: PreTrainedConfig) -> bool:
     """
     text = config.get_text_config()
     if type(text) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if type(text).__module__ == type(config).__module__ and not conversions(text.model_type):
+            text_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(text)]
+            _take_conversions(text_class.__name__, text.model_type, config.model_type)
         return True
     if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return False
@@ -88,9 +91,21 @@ def _register(
     )
     # transformers ignores a class for a configuration of its own otherwise
     AutoModelForCausalLM.register(config_class, text_class, exist_ok=True)
+    _take_conversions(name, config_class.model_type, whole_type)
+
+
+def _take_conversions(name: str, model_type: str, whole_type: str) -> None:
+    """Make a whole's conversions those of its language model's class.
+
+    Args:
+        name: the class's name.
+        model_type: type of the language model.
+        whole_type: type of the whole.
+    """
     inside = [entry for entry in conversions(whole_type) if not _names_parts(entry)]
-    register_checkpoint_conversion_mapping(name, inside, overwrite=True)
-    _NAMES[config_class.model_type] = name
+    if inside:
+        register_checkpoint_conversion_mapping(name, inside, overwrite=True)
+        _NAMES[model_type] = name
 
 
 def _names_parts(entry: Any) -> bool:

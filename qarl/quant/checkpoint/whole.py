@@ -36,6 +36,10 @@ _VLLM_CLASSES = {"PhimoeForCausalLM": "PhiMoEForCausalLM"}
 name vLLM takes its general class for models of transformers, which replaces this model's router by
 a linear layer and fails.
 """
+_EMBEDDINGS = ("decoder.embed_tokens.weight", "embed_tokens.weight", "embeddings.weight")
+"""Names of embeddings behind "model.": OPT's, most models', Nemotron-H's. The first that one tensor
+has is a language model's.
+"""
 _PREFIX = "model.language_model."
 _HEAD = "lm_head"
 _TEXT_PREFIX = "model."
@@ -139,13 +143,21 @@ def _whole(settings: Mapping[str, Any], names: Collection[str]) -> Whole | None:
     """Return the whole of these settings and names of tensors; None if it has no towers."""
     if not has_towers(settings):
         return None
-    ending = "embed_tokens.weight"
-    embeddings = [name for name in names if name.endswith(ending)]
     heads = [name.removesuffix(".weight") for name in names if name.endswith("lm_head.weight")]
-    prefix = embeddings[0].removesuffix(ending) if len(embeddings) == 1 else _PREFIX
-    whole = Whole(settings, prefix, heads[0] if len(heads) == 1 else _HEAD)
+    whole = Whole(settings, _prefix(names), heads[0] if len(heads) == 1 else _HEAD)
     beside = (name.removeprefix(_TEXT_PREFIX) for name in names if not whole.own_name(name))
     return replace(whole, towers=tuple(dict.fromkeys(name.split(".")[0] for name in beside)))
+
+
+def _prefix(names: Collection[str]) -> str:
+    """Return what stands before the language model's names, by the name of its embedding."""
+    for ending in _EMBEDDINGS:
+        prefixes = [
+            name.removesuffix(ending) for name in names if f".{name}".endswith(f".{ending}")
+        ]
+        if len(prefixes) == 1:
+            return prefixes[0]
+    return _PREFIX
 
 
 def language_config(config: PreTrainedConfig) -> PreTrainedConfig | None:

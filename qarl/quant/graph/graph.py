@@ -132,7 +132,7 @@ class Graph:
         """id of a parameter → the module and attribute that hold it."""
         self._names = {id(module): name for name, module in self.module.named_modules()}
         """id of a module → its name."""
-        for name, module in list(self.module.named_modules()):
+        for name, module in list(without_towers(self.module)):
             self._put_leaf(name, module)
         _drop_no_grad(self.module)
         self._checkpoint_layers()

@@ -28,18 +28,11 @@ def refuse_unknown(
     name: str,
     module: Any,
     sources: Mapping[tuple[str, str], Collection[str]],
-    towers: Collection[str] = (),
 ) -> None:
     """Raise `GraphError` for a module of vLLM's for which the learner has no gradient.
 
-    sources: what is loaded into each parameter (`quant.graph.loading`). towers: names of what is
-    beside the language model, among them parameters of the whole model's own, which text does not
-    read (`image_newline`).
+    sources: what is loaded into each parameter (`quant.graph.loading`).
     """
-    own = {key for key, parameter in module._parameters.items() if parameter is not None}
-    # vLLM's mapping, by which `without_towers` goes, has no parameters: the checkpoint's names tell
-    if not name and own and own <= {*towers}:
-        return
     needed = _needed(name, module, sources)
     if needed:
         raise GraphError(

@@ -60,11 +60,11 @@ def engine_model(
     tensors = _checkpoint_tensors(model, shapes)
     sources = trace_loading(skeleton, tensors).sources
     _refuse_shared_head(model, architecture, tensors, sources)
-    modules = dict(skeleton.module.named_modules())
+    modules = dict(without_towers(skeleton.module))
     _refuse_unloaded(skeleton.module, architecture, sources)
     _refuse_unread(architecture, model, tensors, sources)
     for name, module in modules.items():
-        refuse_unknown(name, module, sources, () if whole is None else whole.towers)
+        refuse_unknown(name, module, sources)
     linears = {
         name: module
         for name, module in modules.items()
