@@ -11,6 +11,7 @@ import logging
 import re
 import tempfile
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,10 @@ _VALIDATOR = "Class validation error for validator"
 """Beginning of the error of a class that checks its fields; the reason stands on the last line."""
 
 
+_WEIGHTS = "model.safetensors"
+"""An export's file of weights."""
+
+
 class Skeleton:
     """vLLM's model and the state it needs around it."""
 
@@ -134,6 +139,7 @@ def build_skeleton(
             _refuse_own_mask(architecture)
             _refuse_missing_kernels(architecture, skeleton.module)
             _refuse_constant_routers(architecture, skeleton.module)
+            _refuse_subfolders(architecture, skeleton.module)
     except NoEngineModelError:
         raise
     except Exception as error:
@@ -212,9 +218,10 @@ def _refuse_missing_kernels(architecture: str, model: nn.Module) -> None:
         if isinstance(module, MLAAttention):
             columns = module.kv_lora_rank, module.qk_rope_head_dim
             if columns != COLUMNS:
-                raise ValueError(
-                    "its latent attention has {} + {} columns (kv_lora_rank, qk_rope_head_dim), and"
-                    " vLLM's kernel for CPUs {} + {}".format(*columns, *COLUMNS)
+                raise NoEngineModelError(
+                    f"vLLM does not run {architecture} on CPUs: its latent attention has"
+                    " {} + {} columns (kv_lora_rank, qk_rope_head_dim), and vLLM's kernel for CPUs"
+                    " {} + {}; {}".format(*columns, *COLUMNS, _ELSEWHERE)
                 )
     convolutions: list[torch.Tensor] = [
         module.get_parameter("conv.weight")
@@ -242,6 +249,18 @@ def _refuse_constant_routers(architecture: str, model: nn.Module) -> None:
                 " unless another one's score is within 2 %, so that next to no gradient reaches"
                 " them; take another model"
             )
+
+
+def _refuse_subfolders(architecture: str, model: nn.Module) -> None:
+    """Raise `NoEngineModelError` for a class whose weights vLLM reads from subfolders alone
+    (Cosmos 3).
+    """
+    patterns: Any = getattr(model, "allow_patterns_overrides", None)
+    if patterns and not any(fnmatch(_WEIGHTS, pattern) for pattern in patterns):
+        raise NoEngineModelError(
+            f"vLLM's {architecture} reads weights only from files {patterns[0]!r}, and an export"
+            " has them beside its config.json; take another model"
+        )
 
 
 def _remedy(architecture: str) -> str:
