@@ -247,6 +247,23 @@ def test_a_process_reads_its_share_into_the_hosts_memory():
     )
 
 
+@pytest.mark.parametrize(("offload", "bytes_a_parameter"), [("none", 10), ("cpu", 18)])
+def test_a_process_writes_its_share_of_a_checkpoint_from_the_hosts_memory(
+    offload: str, bytes_a_parameter: int
+):
+    """An eighth of masters in bfloat16 and of AdamW's two moments in fp32, which are there a second
+    time if they are offloaded.
+    """
+    shapes = NAMED["qwen3-235b-a22b"]
+    full = config(
+        learner__master_dtype="bfloat16",
+        learner__optimizer__name="adamw",
+        learner__optimizer__offload=offload,
+    )
+    host = count_memory(shapes, full, "cuda", 8).host
+    assert host == pytest.approx(bytes_a_parameter * shapes.parameters / 8, abs=8)
+
+
 def test_layer_rules_and_targets_count_by_name():
     down = 36 * 4096 * 12288
     plain, mixed = (
