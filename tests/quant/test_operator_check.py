@@ -165,16 +165,16 @@ def test_a_fault_of_learner_and_engine_alike_is_refused_before_the_engine_starts
 
 
 def test_the_layer_where_two_models_part_is_named(monkeypatch: pytest.MonkeyPatch):
-    """Check a fault in the second of two layers: a gate that is left out."""
+    """Check a fault in the last of three layers: a gate that is left out."""
     trace = operator_check._engine_trace
 
     def spoilt(graph: Any, *rest: Any) -> Any:
-        gate = graph.module.get_submodule("model.layers.1.mlp.act_fn")
+        gate = graph.module.get_submodule("model.layers.2.mlp.act_fn")
         gate._forward_method = lambda x: x.chunk(2, dim=-1)[1]
         return trace(graph, *rest)
 
     monkeypatch.setattr(operator_check, "_engine_trace", spoilt)
-    assert "they part in decoder layer 1" in str(checked(of(qwen3())))
+    assert "they part in decoder layer 2" in str(checked(of(qwen3(num_hidden_layers=3))))
 
 
 def test_a_model_that_vllm_does_not_run_in_float32_is_said_not_to_be_compared(
