@@ -15,7 +15,12 @@ from compressed_tensors.quantization import QuantizationScheme
 from safetensors import safe_open
 
 from qarl.configs.errors import ModelError
-from qarl.quant.checkpoint.folder import read_config, tensor_shapes, weight_files
+from qarl.quant.checkpoint.folder import (
+    read_config,
+    tensor_shapes,
+    text_config,
+    weight_files,
+)
 from qarl.verify.engines import HeldExperts, RunningEngine, read_llm, read_server
 from qarl.verify.findings import VerifyInputError
 from qarl.verify.folders import require_folder
@@ -252,8 +257,6 @@ def _config_of(source: Any) -> dict[str, Any]:
         folder = Path(source).expanduser()
         if not (folder / "config.json").is_file():
             return {}
-        config = read_config(folder)
-        text = config.get("text_config")
-        return config | text if isinstance(text, dict) else config
+        return text_config(folder)
     reader: Callable[[], Any] | None = getattr(getattr(source, "config", None), "to_dict", None)
     return reader() if reader else {}
