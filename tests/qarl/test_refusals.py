@@ -336,8 +336,11 @@ REFUSED_MODELS = [
     ("config.json", "[]", "holds a list, not an object of settings"),
     ("config.json", {"hidden_size": 256}, "in its files and"),
     ("config.json", {"model_type": "t5"}, "'t5', no causal language model"),
-    ("config.json", {"model_type": "glm4v"}, "'glm4v', which takes pictures beside text"),
-    ("config.json", {"model_type": "mllama"}, "'mllama', which takes pictures beside text"),
+    (
+        "config.json",
+        {"model_type": "muse_glimmer"},
+        "'muse_glimmer', which takes pictures beside text",
+    ),
     ("config.json", {"model_type": "nope"}, "cannot be built from its config.json"),
     ("tokenizer.json", {"model": {}}, "the tokenizer of 'model' cannot be loaded"),
 ]

@@ -228,21 +228,31 @@ def test_a_scheme_whose_groups_do_not_divide_the_models_width_does_not_run(
         assert lines["w4a16-g64"].split()[-1] == "yes"
 
 
-@pytest.mark.parametrize("kind", ["Glm4vConfig", "MllamaConfig"])
 def test_schemes_of_a_model_without_a_class_for_text_are_refused_by_name(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("QARL_CACHE", str(tmp_path / "cache"))
-    config = getattr(transformers, kind)()
+    config = transformers.MuseGlimmerConfig()
     config.save_pretrained(tmp_path)
     assert main(["schemes", "--model", str(tmp_path)]) == 2
     words = " ".join(capsys.readouterr().err.split())
     assert f"is a {config.model_type!r}, which takes pictures beside text, and trans" in words
     assert "give a model of text (Qwen3" in words
     assert len(words) < 600
+
+
+@pytest.mark.parametrize("kind", ["Glm4vConfig", "MllamaConfig"])
+def test_schemes_of_a_language_model_that_has_a_class_beside_a_tower_alone(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+):
+    """Contract: they are listed, whether or not a configuration says that its head is tied."""
+    monkeypatch.setenv("QARL_CACHE", str(tmp_path / "cache"))
+    getattr(transformers, kind)().save_pretrained(tmp_path)
+    assert main(["schemes", "--model", str(tmp_path)]) == 0
+    assert "w4a16" in capsys.readouterr().out
 
 
 def test_gemma_4_agrees_by_the_command(

@@ -174,7 +174,9 @@ def language_config(config: PreTrainedConfig) -> PreTrainedConfig | None:
         settings.pop("model_type")
         text = getattr(transformers, kind)(**settings)
     text = copy.deepcopy(text)
-    text.tie_word_embeddings = bool(config.tie_word_embeddings)
+    tied = getattr(config, "tie_word_embeddings", None)
+    if tied is not None:  # Mllama's whole has none
+        text.tie_word_embeddings = bool(tied)
     text.name_or_path = config.name_or_path
     return text
 
