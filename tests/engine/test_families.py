@@ -37,9 +37,9 @@ def test_a_family_agrees_to_the_last_bit_and_learns(family: str):
     assert min(row["equal"], row["equal_own"]) >= (0.95 if rounds else 1.0)
     assert not row["unreached"]
     floor, reference = (0.96, 0.27) if TRUNCATES else (0.97, 0.25)
-    # Rounded activations turn this random model's gradient (docs/lab/families-measured.md), so it
-    # is held without them.
-    if family == "qwen3-next":
+    # Rounded activations turn these random models' gradients (docs/lab/families-measured.md), of
+    # gpt-oss by its routers on CPUs with AVX512-BF16: 0.924, and 0.999 without them.
+    if family in ("qwen3-next", "gpt-oss"):
         row = measure(family, "bf16", "bfloat16", samples=2, tokens=24)
         floor = 0.9
     assert row["cosine"] > floor
