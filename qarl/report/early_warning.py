@@ -211,8 +211,8 @@ class RunWatch:
                 (
                     f"the first step moved the policy by {moved:.2g} nats a token (KL): all later"
                     " steps learn from what it left; lower the learning rate, raise"
-                    " learner.optimizer.warmup_steps, or take more answers a step; in few bits, start"
-                    " from calibrated codes whose scales stay (quantization.init gptq,"
+                    " learner.optimizer.warmup_steps, or take more answers a step; in few bits,"
+                    " start from calibrated codes whose scales stay (quantization.init gptq,"
                     " quantization.scale kept), or from qarl sft in the scheme"
                 ),
             )
