@@ -42,8 +42,7 @@ def without_towers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
     vLLM's mapping says which modules these parts are. The checkpoint's names cannot, because a
     worker of an engine knows vLLM's names alone. The mapping has modules only, and says nothing of
-    the model's own parameters: `quant.graph.kinds.refuse_unknown` proves by the checkpoint's names,
-    before an engine starts, that they are no part of the language model.
+    the model's own parameters. No model is known in which one of them is the language model's.
     """
     mapping = model.get_mm_mapping() if hasattr(model, "get_mm_mapping") else None  # type: ignore[operator]
     parts = () if mapping is None else (*mapping.tower_model, *mapping.connector)
