@@ -245,13 +245,7 @@ class Graph:
         elif isinstance(module, Attention):
             module.forward = self._attention(name, module)
         elif is_latent_attention(module):
-            if self._context.kv_cache is not None:
-                raise GraphError(
-                    f"quantization.kv_cache {self._context.kv_cache!r} with latent attention, for"
-                    " which vLLM has no such cache on CPUs; omit it"
-                )
-            stack = self._masters.stacks[self._names[id(module.kv_b_proj)]]
-            module.forward = LatentAttention(module, stack, self._sequences)
+            module.forward = self._latent_attention(module)
         elif isinstance(module, MoERunner):
             self._routed.append(RoutedLayer(module, self._masters.experts[name], self._log))
         elif isinstance(module, RoutedExperts):
@@ -262,6 +256,16 @@ class Graph:
         else:
             for key, weight in self._weights(name, module).items():
                 self._read_directly.append((module, key, weight))
+
+    def _latent_attention(self, module: MLAAttention) -> LatentAttention:
+        """Return the leaf of latent attention."""
+        if self._context.kv_cache is not None:
+            raise GraphError(
+                f"quantization.kv_cache {self._context.kv_cache!r} with latent attention, for"
+                " which vLLM has no such cache on CPUs; omit it"
+            )
+        stack = self._masters.stacks[self._names[id(module.kv_b_proj)]]
+        return LatentAttention(module, stack, self._sequences)
 
     def _stack(self, name: str, module: LinearBase) -> LinearStack:
         """Return the stack that replaces a linear layer."""
