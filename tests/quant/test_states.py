@@ -147,6 +147,47 @@ def test_a_prompt_has_the_same_bits_whatever_follows(layer: Any):
     assert (whole - sampled).abs().max() < 0.05 * whole.abs().max()
 
 
+def test_delta_nets_after_the_prompt_have_the_values_of_vllms_own_steps(net: Any):
+    """Contract: computing all convolutions in one call changes no bit of vLLM's own Python, which
+    computes each step's. Blind spot: CPUs whose bfloat16 units vLLM convolves with, if the tests
+    run without them.
+    """
+    from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _cpu_gdn_attention_nonspec
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
+
+    tokens, prompt = 70, 2  # shorter than the convolution is wide
+    rows, weights = drawn(
+        [net.conv_dim, net.num_v_heads, net.num_v_heads],
+        [(net.conv_dim, 1, net.conv_kernel_size), (net.num_v_heads,), (net.num_v_heads,)],
+        tokens,
+    )
+    layer = delta_net._Layer(net, weights, 1)
+
+    def step(first: int, last: int, decode: int) -> Tensor:
+        """Return vLLM's values of these tokens, as one prompt or as one decoded token."""
+        count = last - first
+        metadata = GDNAttentionMetadata(
+            num_prefills=1 - decode,
+            num_prefill_tokens=count * (1 - decode),
+            num_decodes=decode,
+            num_decode_tokens=decode,
+            num_spec_decodes=0,
+            num_spec_decode_tokens=0,
+            num_actual_tokens=count,
+            has_initial_state=torch.zeros(1, dtype=torch.bool),
+            non_spec_query_start_loc=torch.tensor([0, count], dtype=torch.int32),
+            non_spec_state_indices_tensor=torch.ones(1, dtype=torch.int32),
+        )
+        values = torch.zeros(count, net.num_v_heads, net.head_v_dim, dtype=torch.bfloat16)
+        mixed, b, a = (t[first:last] for t in rows)
+        _cpu_gdn_attention_nonspec(layer, metadata, mixed, b, a, values)
+        return values
+
+    steps = [step(0, prompt, 0), *(step(n, n + 1, 1) for n in range(prompt, tokens))]
+    values = delta_net.recurrence_of(net).values(rows, weights, [tokens], [prompt])
+    assert torch.equal(values, torch.cat(steps))
+
+
 def test_the_formula_is_near_the_engines_values(layer: Any):
     """The difference is that of bfloat16: vLLM rounds the convolution's result and states to it."""
     recurrence, columns, shapes = layer

@@ -2,8 +2,9 @@
 
 vLLM computes a prompt in chunks of 64 tokens, and every later token by one step of the recurrence.
 The two round differently, so each token is computed here as the engine computed it: in chunks up to
-`Sequences.prefilled`, then step by step. vLLM's own Python calls the kernels, on states that exist
-for one call.
+`Sequences.prefilled`, then step by step. vLLM's own Python calls the kernels for the prompt, on
+states that exist for one call. After the prompt its kernels are called from here, without what its
+Python repeats at each step.
 
 The backward differentiates the recurrence in fp32, also in chunks. For a head with the state
 S [D, U], keys k and queries q of unit length [D], values v [U], decay g ≤ 0 and strength β, a token
@@ -35,6 +36,8 @@ from qarl.quant.layers.compute_copy import MasterCopy
 
 _CHUNK = 64
 """Tokens of a chunk of the backward, as many as of the engine's."""
+_BLOCK = 512
+"""Tokens whose convolution is computed in one call, which bounds the memory of their states."""
 _EPSILON = 1e-6
 """Added to the squared length of queries and keys, as in vLLM's kernels and in transformers."""
 WEIGHTS = ("conv1d", "A_log", "dt_bias")
@@ -120,24 +123,70 @@ def engine_core(
 
     layer = _Layer(module, weights, len(lengths))
     output = torch.zeros(len(rows[0]), module.num_v_heads, module.head_v_dim, dtype=rows[0].dtype)
-
-    def compute(index: Tensor, metadata: Any) -> None:
-        values = output.new_zeros(len(index), *output.shape[1:])
-        mixed, b, a = (t[index] for t in rows)
-        _cpu_gdn_attention_nonspec(layer, metadata, mixed, b, a, values)
-        output[index] = values
-
     first = [part.start for part in slices(lengths)]
-    prompts = [torch.arange(count) + start for start, count in zip(first, prefilled, strict=True)]
-    compute(torch.cat(prompts), _metadata(torch.arange(len(lengths)), prefilled, prefill=True))
-    # All sequences take a step together, as in the engine, until each has ended.
-    start = torch.tensor(first)
-    position = torch.tensor(prefilled)
-    end = torch.tensor(lengths)
-    while len(active := (position < end).nonzero().flatten()):
-        compute((start + position)[active], _metadata(active, [1] * len(active), prefill=False))
-        position += 1
+    parts = [torch.arange(count) + start for start, count in zip(first, prefilled, strict=True)]
+    prompts = torch.cat(parts)
+    values = output.new_zeros(len(prompts), *output.shape[1:])
+    mixed, b, a = (t[prompts] for t in rows)
+    _cpu_gdn_attention_nonspec(layer, _prompt_metadata(prefilled), mixed, b, a, values)
+    output[prompts] = values
+    _decode(layer, rows, torch.tensor([first, lengths, prefilled]), output)
     return output
+
+
+def _decode(
+    layer: "_Layer",
+    rows: Sequence[Tensor],
+    counts: Tensor,
+    output: Tensor,
+) -> None:
+    """Write the values of all tokens after the prompts, from the states after the prompts.
+
+    All sequences take a step of the recurrence together, as in the engine, until each has ended.
+    The convolution reads inputs alone, so it is not computed step by step.
+
+    Args:
+        layer: the weights, and the states after the prompts, which change.
+        rows: see `engine_core`.
+        counts: of each sequence the position of its first token, the number of its tokens, and that
+            of the leading ones, which are not computed here, int64 [3, B].
+        output: compute dtype [S, H, U].
+    """
+    import vllm._custom_ops as ops
+
+    first, lengths, prefilled = counts
+    # The sequences of the most steps come first, so that those of any step are the first ones.
+    steps, order = (lengths - prefilled).sort(descending=True, stable=True)
+    step = torch.arange(int(steps[0]))[:, None]
+    taken = step < steps
+    if not taken.any():
+        return
+    index = ((first + prefilled)[order] + step)[taken]  # step by step
+    start = first[order].expand_as(taken)[taken]
+    mixed, b, a = rows
+    parts = zip(index.split(_BLOCK), start.split(_BLOCK), strict=True)
+    channels = torch.cat([layer.convolved(mixed, *part) for part in parts])
+    q, k, v = layer.rearrange_mixed_qkv(channels)
+    a, b = a[index], b[index]
+    values = output.new_empty(len(index), *output.shape[1:])
+    slots = (order + 1).to(torch.int32)
+    starts = torch.arange(len(order) + 1, dtype=torch.int32)
+    for tokens in slices(taken.sum(1).tolist()):
+        count = tokens.stop - tokens.start
+        values[tokens] = ops.fused_sigmoid_gating_delta_rule_update_cpu(
+            A_log=layer.A_log,
+            dt_bias=layer.dt_bias,
+            q=q[:, tokens],
+            k=k[:, tokens],
+            v=v[:, tokens],
+            a=a[tokens],
+            b=b[tokens],
+            initial_state_source=layer.states,
+            initial_state_indices=slots[:count],
+            cu_seqlens=starts[: count + 1],
+            use_qk_l2norm_in_kernel=True,
+        ).squeeze(1)
+    output[index] = values
 
 
 class _Layer:
@@ -159,6 +208,7 @@ class _Layer:
         # On CPUs with bfloat16 instructions vLLM packs this weight when it loads it.
         dispatch_cpu_unquantized_gemm(holder, remove_weight=False)
         self.conv1d = SimpleNamespace(weight=holder.weight, bias=None)
+        self.width = convolution.shape[-1]
         shapes = module.get_state_shape()[:2]
         dtypes = module.get_state_dtype()
         self.kv_cache = tuple(
@@ -166,30 +216,72 @@ class _Layer:
             for shape, dtype in zip(shapes, dtypes, strict=True)
         )
 
+    @property
+    def states(self) -> Tensor:
+        """The recurrence's states in the shape that its kernels take, fp32 [1 + B, H, D, U]."""
+        slots, heads, columns, keys = self.kv_cache[1].shape
+        return self.kv_cache[1].view(slots, heads, keys, columns)
 
-def _metadata(sequences: Tensor, lengths: Sequence[int], prefill: bool) -> Any:
-    """Return vLLM's metadata of a step in which all these sequences are prefilled, or all decoded.
+    def convolved(self, mixed: Tensor, index: Tensor, start: Tensor) -> Tensor:
+        """Return the convolution of tokens after the prompts, compute dtype [n, C].
 
-    Args:
-        sequences: numbers of the sequences, int64.
-        lengths: number of tokens of each.
-        prefill: whether they are prefilled, from an empty state.
+        Each token is a sequence of its own, whose state is the inputs before it.
+
+        Args:
+            mixed: inputs of all tokens, [S, C].
+            index: positions of these tokens, int64 [n].
+            start: position of the first token of each one's sequence, int64 [n].
+        """
+        import vllm._custom_ops as ops
+        from vllm.model_executor.layers.mamba.ops.cpu.causal_conv1d import causal_conv1d_update_cpu
+        from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import is_arm_bf16
+
+        weight = self.conv1d.weight
+        earlier = index[:, None] - torch.arange(self.width - 1, 0, -1)
+        before = mixed[earlier.clamp(min=0)] * (earlier >= start[:, None])[..., None]
+        # vLLM's view of a state that the engine stores as [K - 1, C]
+        states = F.pad(before, (0, 0, 0, 0, 1, 0)).transpose(1, 2)
+        slots = torch.arange(1, len(index) + 1, dtype=torch.int32)
+        # vLLM's `_cpu_gdn_attention_nonspec` chooses by the same condition.
+        if torch.cpu._is_avx512_bf16_supported() or is_arm_bf16():
+            return ops.causal_conv1d_update_cpu(
+                x=mixed[index],
+                conv_states=states,
+                weight=weight,
+                bias=None,
+                silu_activation=self.activation == "silu",
+                conv_state_indices=slots,
+                is_weight_packed=True,
+            )
+        return causal_conv1d_update_cpu(
+            x=mixed[index],
+            conv_state=states,
+            weight=weight.view(weight.size(0), weight.size(2)),
+            activation=self.activation,
+            conv_state_indices=slots,
+        )
+
+
+def _prompt_metadata(lengths: Sequence[int]) -> Any:
+    """Return vLLM's metadata of a step in which all sequences are prefilled from an empty state.
+
+    lengths: number of tokens of each prompt.
     """
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
     count = len(lengths)
     tokens = sum(lengths)
     return GDNAttentionMetadata(
-        num_prefills=count if prefill else 0,
-        num_prefill_tokens=tokens if prefill else 0,
-        num_decodes=0 if prefill else count,
-        num_decode_tokens=0 if prefill else tokens,
+        num_prefills=count,
+        num_prefill_tokens=tokens,
+        num_decodes=0,
+        num_decode_tokens=0,
         num_spec_decodes=0,
         num_spec_decode_tokens=0,
         num_actual_tokens=tokens,
         has_initial_state=torch.zeros(count, dtype=torch.bool),
         non_spec_query_start_loc=torch.tensor([0, *lengths]).cumsum(0).to(torch.int32),
-        non_spec_state_indices_tensor=(sequences + 1).to(torch.int32),
+        non_spec_state_indices_tensor=torch.arange(1, count + 1, dtype=torch.int32),
     )
 
 
