@@ -336,19 +336,19 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tens
     later = torch.ones(_CHUNK, _CHUNK, dtype=torch.bool, device=q.device).triu(1)
     between = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
     # A of the module's docstring; its diagonal is not read
-    written = beta[..., None] * between * (k @ k.transpose(-1, -2))
+    overlap = beta[..., None] * between * (k @ k.transpose(-1, -2))
     decayed = total.exp()[..., None]
     right = beta[..., None] * torch.cat([v, decayed * k], dim=-1)
-    solved = torch.linalg.solve_triangular(written, right, upper=False, unitriangular=True)
+    solved = torch.linalg.solve_triangular(overlap, right, upper=False, unitriangular=True)
     new, old = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
     seen = between * (q @ k.transpose(-1, -2))
     kept = (total[..., -1:] - total).exp()[..., None] * k
     state = q.new_zeros(q.shape[0], k.shape[-1], v.shape[-1])
     outputs = []
-    for chunk in range(q.shape[1]):
-        values = new[:, chunk] - old[:, chunk] @ state
-        outputs.append((decayed * q)[:, chunk] @ state + seen[:, chunk] @ values)
-        state = total[:, chunk, -1].exp()[:, None, None] * state + (
-            kept[:, chunk].transpose(-1, -2) @ values
-        )
+    # Unbound once: the gradient of a chunk taken by its index has the size of all chunks.
+    chunks = (new, old, decayed * q, seen, kept.transpose(-1, -2), total[..., -1, None, None].exp())
+    for written, erased, query, own, key, decay in zip(*(t.unbind(1) for t in chunks), strict=True):
+        values = written - erased @ state
+        outputs.append(query @ state + own @ values)
+        state = decay * state + key @ values
     return torch.cat(outputs, dim=1)[:, :tokens]

@@ -208,7 +208,9 @@ def scan(x: Tensor, b: Tensor, c: Tensor, g: Tensor) -> Tensor:
     seen = total.exp()[..., None] * c
     state = torch.zeros_like(written[:, 0])
     outputs = []
-    for chunk in range(x.shape[1]):
-        outputs.append(within[:, chunk] + seen[:, chunk] @ state.transpose(-1, -2))
-        state = total[:, chunk, -1].exp()[:, None, None] * state + written[:, chunk]
+    # Unbound once: the gradient of a chunk taken by its index has the size of all chunks.
+    chunks = (within, seen, written, total[..., -1, None, None].exp())
+    for own, query, new, decay in zip(*(t.unbind(1) for t in chunks), strict=True):
+        outputs.append(own + query @ state.transpose(-1, -2))
+        state = decay * state + new
     return torch.cat(outputs, dim=1)[:, :tokens]
