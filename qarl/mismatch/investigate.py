@@ -62,6 +62,8 @@ class LearnerKind:
 
 FIRST = 8
 """Number of sequences that are also scored alone."""
+_PART = 1 << 22
+"""Elements of an output that are compared at a time, in float64."""
 
 FLOOR = LearnerKind("reference", False, "transformers")
 """A learner that multiplies masters, with transformers' operators."""
@@ -326,7 +328,8 @@ def layer_errors(
 
 
 def _square(values: torch.Tensor) -> float:
-    return float(values.double().square().sum())
+    """Return the sum of squares in float64, part by part, because output heads are wide."""
+    return sum(float(part.double().square().sum()) for part in values.flatten().split(_PART))
 
 
 def _ratio(error: float, size: float) -> float:
