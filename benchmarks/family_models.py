@@ -56,6 +56,14 @@ _NEMOTRON_H = {
     "ssm_state_size": 64,
     "n_groups": 2,
 }
+_NEMOTRON_H_MOE = {
+    **_NEMOTRON_H,
+    "hybrid_override_pattern": "ME*",
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 128,
+    "moe_shared_expert_intermediate_size": 128,
+    "routed_scaling_factor": 2.5,
+}
 _MAMBA_LAYERS = {"layer_types": ["mamba", "attention", "mamba"]}
 _POSITIONS = {
     "rope_parameters": {
@@ -440,21 +448,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bamba": ("BambaConfig", {**_MAMBA_2, "attn_layer_indices": [1]}),
     "nemotron-h": ("NemotronHConfig", _NEMOTRON_H),
-    "nemotron-h-moe": (
-        "NemotronHConfig",
-        {
-            **_HEADS,
-            "hybrid_override_pattern": "ME*",
-            "time_step_min": 1e-30,
-            "mamba_num_heads": 32,
-            "mamba_head_dim": 8,
-            "ssm_state_size": 64,
-            "n_groups": 2,
-            "n_routed_experts": 8,
-            "moe_intermediate_size": 128,
-            "moe_shared_expert_intermediate_size": 128,
-        },
-    ),
+    "nemotron-h-moe": ("NemotronHConfig", _NEMOTRON_H_MOE),
+    "nemotron-h-latent": ("NemotronHConfig", {**_NEMOTRON_H_MOE, "moe_latent_size": 64}),
     "zamba2": (
         "Zamba2Config",
         {
@@ -1050,6 +1045,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "nemotron-3-nano-wide": (
+        "NemotronHConfig",
+        {
+            "hybrid_override_pattern": "ME*",
+            "hidden_size": 2688,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "time_step_min": 1e-30,
+            "mamba_num_heads": 64,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 128,
+            "n_groups": 8,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1856,
+            "moe_shared_expert_intermediate_size": 3712,
+            "routed_scaling_factor": 2.5,
+        },
+    ),
     "mamba2-wide": (
         "Mamba2Config",
         {
@@ -1065,7 +1080,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name → transformers' configuration class, and the differences from `SIZES` and `_TOKENS`.
 
 "-wide" has the sizes of a published model but for vocabulary and number of layers: Qwen3.5-2B,
-LFM2-1.2B, Granite-4.0-H-Micro, Falcon-H1-0.5B, Mamba-2 130M, DeepSeek-V2-Lite (6 of 64 experts).
+LFM2-1.2B, Granite-4.0-H-Micro, Falcon-H1-0.5B, Mamba-2 130M, DeepSeek-V2-Lite (6 of 64 experts),
+Nemotron 3 Nano (8 of 128 experts).
 """
 
 

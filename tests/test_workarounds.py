@@ -143,6 +143,15 @@ UPSTREAM = {
         "vllm/model_executor/layers/fused_moe/experts/cpu_moe.py",
         "and torch.cpu._is_amx_tile_supported()",
     ],
+    "experts without a gate": [
+        "vllm/model_executor/layers/fused_moe/config.py",
+        """            raise NotImplementedError(
+                "is_act_and_mul=False is supported only for CUDA, XPU and ROCm for now"
+            )
+
+    @property
+""",
+    ],
     "int8 activations by default": ["vllm/envs.py", 'os.getenv("VLLM_CPU_INT4_W4A8", "1")'],
     "int8 by rows alone": [
         "vllm/model_executor/kernels/linear/scaled_mm/cpu.py",

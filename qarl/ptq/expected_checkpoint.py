@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,8 @@ def _renamed(name: str, experts: ExpertLayout) -> str:
 
     llmcompressor calls every model's expert matrices gate_proj, up_proj and down_proj.
     """
-    words = dict(zip(ExpertLayout().projections, experts.projections, strict=True))
+    plain = replace(ExpertLayout(), gate=experts.gate and ExpertLayout.gate)
+    words = dict(zip(plain.projections, experts.projections, strict=True))
     return _EXPERT.sub(lambda match: match[1] + words[match[2]], name)
 
 

@@ -98,7 +98,6 @@ def test_experts_of_unknown_forms_are_refused():
 
     usual = {
         "has_bias": False,
-        "is_act_and_mul": True,
         "use_ep": False,
         "apply_router_weight_on_input": False,
     }
@@ -107,7 +106,7 @@ def test_experts_of_unknown_forms_are_refused():
         layer: Any = SimpleNamespace(**vars(form), moe_config=form, activation=MoEActivation.SILU)
         with pytest.raises(
             ValueError,
-            match="mlp: per-expert products cover gated experts without bias",
+            match="mlp: per-expert products cover experts without bias",
         ):
             PerExpertMethod(Any, layer, "mlp", False)  # type: ignore[arg-type]
 

@@ -6,7 +6,8 @@ name some modules differently. The conversions by which transformers loads and s
 define these names. tests/quant/test_layout.py compares them with what `save_pretrained` writes.
 
 gpt-oss has both parameters transposed, [E, H, 2I] and [E, I, H], with the columns of gate and up
-alternating, and a bias of each. Its checkpoints have them as they are.
+alternating, and a bias of each. Its checkpoints have them as they are. Nemotron-H's experts have no
+gate: the first parameter is `experts.up_proj` [E, I, H].
 
 Axes: E experts, H hidden columns, I expert columns.
 """
@@ -46,6 +47,9 @@ SWIGLUOAI_SLOPE = 1.702
 SWIGLUOAI_LIMIT = 7.0
 """Upper bound of that gate, and of the absolute value of up; likewise."""
 
+_ACTIVATIONS = ("hidden_activation", "hidden_act", "mlp_hidden_act")
+"""Fields of configurations that name the activation of experts."""
+
 _EACH = re.compile(r"(.*)\.experts\.\*\.(\w+)\.weight")
 
 
@@ -54,7 +58,7 @@ class ExpertLayout:
     """A checkpoint's names of an expert's matrices."""
 
     gate: str = "gate_proj"
-    """Name of the gate projection."""
+    """Name of the gate projection; "" if experts have none (Nemotron-H)."""
     up: str = "up_proj"
     """Name of the up projection."""
     down: str = "down_proj"
@@ -69,9 +73,19 @@ class ExpertLayout:
     """True if an unquantized checkpoint has them transposed, and masters have not (Qwen3-VL)."""
 
     @property
-    def projections(self) -> tuple[str, str, str]:
-        """Names of gate, up and down, in checkpoint order."""
-        return self.gate, self.up, self.down
+    def projections(self) -> tuple[str, ...]:
+        """Names of gate, if there is one, up and down, in checkpoint order."""
+        return (self.gate, self.up, self.down) if self.gated else (self.up, self.down)
+
+    @property
+    def gated(self) -> bool:
+        """Whether the first product has a gate beside the up projection."""
+        return bool(self.gate)
+
+    @property
+    def first_stack(self) -> str:
+        """transformers' name of the parameter with all experts' first matrices."""
+        return "gate_up_proj" if self.gated else "up_proj"
 
 
 @dataclass(frozen=True)
@@ -87,8 +101,8 @@ class ExpertsShape:
     intermediate: int
     """Expert columns, I."""
     activation: str
-    """Activation between gate and down projection, by transformers' name ("silu"), or
-    `SWIGLUOAI`.
+    """Activation of the gate, or of the up projection if there is no gate, by transformers' name
+    ("silu"), or `SWIGLUOAI`.
     """
     layout: ExpertLayout
     """The checkpoint's names of the matrices."""
@@ -156,6 +170,8 @@ def family_of(model_type: str) -> Family:
     layout = replace(Family.experts, stored_transposed=turned)
     if experts.keys() == {"gate_up_proj", "down_proj"} and len(experts["gate_up_proj"]) == 2:
         layout = ExpertLayout(*experts["gate_up_proj"], *experts["down_proj"])
+    elif experts.keys() == {"up_proj", "down_proj"}:
+        layout = ExpertLayout("", *experts["up_proj"], *experts["down_proj"])
     return Family(layout, tuple(renamed))
 
 
@@ -195,15 +211,16 @@ def fused_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
             _refuse_other_gates(name, module)
             yield name, module
             continue
-        known = stacks == {"gate_up_proj", "down_proj"} and _gate_rows_first(module)
+        layout = names_of(model.config).experts
+        known = stacks == {layout.first_stack, "down_proj"} and _rows_first(module, layout)
         if not known or beside:
             others = f" beside {beside}" if beside else ""
-            layout = _unknown_layout(module, stacks)
+            unknown = _unknown_layout(module, stacks)
             raise SchemeError(
                 f"{name!r} of model type {model.config.model_type!r} is a {type(module).__name__}"
-                f" of 3-D weights {sorted(stacks)}{others}{layout}; known are"
+                f" of 3-D weights {sorted(stacks)}{others}{unknown}; known are"
                 " mixtures of experts with gate_up_proj [E, 2I, H] and down_proj [E, H, I], and no"
-                " biases, and gpt-oss's; take another model"
+                " biases, gpt-oss's, and Nemotron-H's without a gate; take another model"
             )
         yield name, module
 
@@ -235,8 +252,6 @@ def _unknown_layout(experts: nn.Module, stacks: Collection[str]) -> str:
 
     stacks: names of the 3-D parameters.
     """
-    if stacks == {"up_proj", "down_proj"}:
-        return ", without a gate"
     if stacks != {"gate_up_proj", "down_proj"}:
         return ""
     merged, down = (experts.get_parameter(key).shape for key in ("gate_up_proj", "down_proj"))
@@ -294,7 +309,7 @@ def experts_shape(
     """
     count, hidden, intermediate = expert_sizes(experts)
     alternates = is_gpt_oss(experts)
-    names = (getattr(config, key, None) for key in ("hidden_activation", "hidden_act"))
+    names = (getattr(config, key, None) for key in _ACTIVATIONS)
     # LFM2's configuration has none, and its experts a function of torch's.
     plain = next(filter(None, names), None) or getattr(
         getattr(experts, "act_fn", None), "__name__", ""
@@ -315,12 +330,13 @@ def experts_shape(
     )
 
 
-def _gate_rows_first(experts: nn.Module) -> bool:
-    """Return whether these are [E, 2I, H] and [E, H, I] of the same experts, and not transposed
-    (Llama 4, gpt-oss).
+def _rows_first(experts: nn.Module, layout: ExpertLayout) -> bool:
+    """Return whether these are [E, 2I, H] and [E, H, I] of the same experts, or [E, I, H] and
+    [E, H, I] without a gate, and not transposed (Llama 4, gpt-oss).
     """
     (count, merged, hidden), (all_experts, rows, columns) = (
-        experts.get_parameter(key).shape for key in ("gate_up_proj", "down_proj")
+        experts.get_parameter(key).shape for key in (layout.first_stack, "down_proj")
     )
-    is_plain = (count, merged, hidden) == (all_experts, 2 * columns, rows)
+    matrices = 2 if layout.gated else 1
+    is_plain = (count, merged, hidden) == (all_experts, matrices * columns, rows)
     return is_plain and not getattr(experts, "is_transposed", False)

@@ -64,7 +64,7 @@ def weight_shapes(model: PreTrainedModel) -> dict[str, tuple[int, int]]:
         elif name in experts:
             count, hidden, intermediate = expert_sizes(module)
             for expert in range(count):
-                for projection in (family.experts.gate, family.experts.up):
+                for projection in family.experts.projections[:-1]:
                     shapes[f"{written}.{expert}.{projection}"] = (intermediate, hidden)
                 shapes[f"{written}.{expert}.{family.experts.down}"] = (hidden, intermediate)
     return shapes
@@ -84,7 +84,7 @@ def router_names(model: PreTrainedModel, experts: dict[str, nn.Module]) -> list[
     names = []
     for name, fused in experts.items():
         parent, _, own = name.rpartition(".")
-        count = fused.get_parameter("gate_up_proj").shape[0]
+        count = fused.get_parameter("down_proj").shape[0]
         for sibling, module in model.get_submodule(parent).named_modules():
             weight = module._parameters.get("weight")
             if weight is not None and sibling.split(".")[0] != own and weight.shape[0] == count:

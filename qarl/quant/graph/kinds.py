@@ -54,6 +54,8 @@ def undivided(name: str, module: Any) -> str:
         reason = "has shared experts, or scales its sum, before its ranks are summed"
     elif isinstance(module, MoERunner) and module.moe_config.has_bias:
         reason = "has experts with biases, which each rank would add"
+    elif isinstance(module, MoERunner) and not module.moe_config.is_act_and_mul:
+        reason = "has experts without a gate, which ranks divide otherwise"
     elif isinstance(module, MLAAttention):
         reason = "is latent attention, whose heads ranks divide"
     elif isinstance(module, AttentionLayerBase) and not isinstance(module, Attention):
@@ -144,7 +146,9 @@ def _of_experts(runner: Any) -> str:
         ),
         "weights of experts applied to inputs": experts.apply_router_weight_on_input,
         "a router fused with the gate of shared experts": runner._fse_fuse_gate,
-        "experts without a gate": not config.is_act_and_mul,
+        "experts without a gate on this device": (
+            not config.is_act_and_mul and not current_platform.is_cpu()
+        ),
         "a router by the root of a softplus": (
             getattr(runner.router, "scoring_func", "softmax") == "sqrtsoftplus"
         ),

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from qarl.quant.kernels.base import LowBitMatmul
-from qarl.quant.kernels.gates import gate_of
 
 
 def sum_over_experts(
@@ -37,15 +36,19 @@ def sum_over_experts(
 class ExpertsLoop:
     """Experts y = Σ_k w_k · down(gated(gate_up(x))), summed by `sum_over_experts`."""
 
-    def __init__(self, pairs: Sequence[tuple[LowBitMatmul, LowBitMatmul]], activation: str):
+    def __init__(
+        self,
+        pairs: Sequence[tuple[LowBitMatmul, LowBitMatmul]],
+        gated: Callable[[Tensor], Tensor],
+    ):
         """Take every expert's pair of kernels.
 
         Args:
             pairs: kernels of gate and up, [2I, H], and of down, [H, I].
-            activation: see `gate_of`.
+            gated: function between the two products, see `gate_of`.
         """
         self._pairs = pairs
-        self._gated = gate_of(activation)
+        self._gated = gated
         self.name = f"{pairs[0][0].name}, per expert"
 
     def __call__(self, x: Tensor, weights: Tensor, index: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Gates between an expert's two products.
+"""Gates, or activations alone, between an expert's two products.
 
 Axes: N tokens, I expert columns.
 """
@@ -12,15 +12,19 @@ from transformers.activations import ACT2FN
 from qarl.quant.checkpoint.families import SWIGLUOAI, SWIGLUOAI_LIMIT, SWIGLUOAI_SLOPE
 
 
-def gate_of(activation: str) -> Callable[[Tensor], Tensor]:
+def gate_of(activation: str, has_gate: bool = True) -> Callable[[Tensor], Tensor]:
     """Return the function of the first product [N, 2I] that is the input of the second, [N, I].
 
-    activation: transformers' name of an activation, whose rows of gate come before those of up, or
-    `SWIGLUOAI`, where they alternate.
+    Args:
+        activation: transformers' name of an activation, whose rows of gate come before those of up,
+            or `SWIGLUOAI`, where they alternate.
+        has_gate: whether the first product has a gate. Without one it is [N, I].
     """
     if activation == SWIGLUOAI:
         return _swigluoai
     act = ACT2FN[activation]
+    if not has_gate:
+        return act
 
     def gated(merged: Tensor) -> Tensor:
         gate, up = merged.chunk(2, dim=-1)

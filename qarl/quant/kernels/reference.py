@@ -15,6 +15,7 @@ from torch import nn
 from qarl.quant.checkpoint.families import ExpertsShape
 from qarl.quant.kernels.base import LowBitMatmul
 from qarl.quant.kernels.experts_loop import ExpertsLoop
+from qarl.quant.kernels.gates import gate_of
 from qarl.quant.materialize import LowBitWeight
 from qarl.quant.materialize.activations import quantize_activation
 from qarl.quant.materialize.experts import LowBitExperts
@@ -103,4 +104,4 @@ class ReferenceFactory:
             )
             for number, expert in enumerate(weights.experts)
         ]
-        return ExpertsLoop(pairs, shape.activation)
+        return ExpertsLoop(pairs, gate_of(shape.activation, shape.layout.gated))

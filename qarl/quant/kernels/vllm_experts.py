@@ -112,6 +112,7 @@ def empty_experts(
     """
     dtype = torch.get_default_dtype()
     layout = shape.layout
+    activation = MoEActivation.from_str(shape.activation)
     moe = FusedMoEConfig(
         num_experts=shape.experts,
         experts_per_token=shape.top_k,
@@ -121,7 +122,7 @@ def empty_experts(
         num_logical_experts=shape.experts,
         moe_parallel_config=FusedMoEParallelConfig.make_no_parallel(),
         in_dtype=dtype,
-        activation=MoEActivation.from_str(shape.activation),
+        activation=activation if layout.gated else activation.without_mul(),
         device=device,
         has_bias=shape.biased,
         routing_method=get_routing_method_type("softmax", shape.top_k, True, None, False),
@@ -143,9 +144,10 @@ def empty_experts(
         moe,
         quant_config,
         expert_map_manager=local,  # pyright: ignore[reportArgumentType]
-        ckpt_gate_proj_name=layout.gate,
+        # vLLM calls the first matrix without a gate so
+        ckpt_gate_proj_name=layout.gate if layout.gated else layout.up,
         ckpt_down_proj_name=layout.down,
-        ckpt_up_proj_name=layout.up,
+        ckpt_up_proj_name=layout.up if layout.gated else None,
     )
 
 

@@ -1,8 +1,8 @@
 """A layer's routed experts: low-bit products forward, straight-through backward.
 
 Forward: y = Σ_k w_k · down_e(act(gate_e(x)) · up_e(x)) over each token's K experts e, computed by
-the engine's experts module. gpt-oss's products have biases, and another gate
-(`quant.kernels.gates`).
+the engine's experts module. gpt-oss's products have biases, and another gate; Nemotron-H's experts
+have no gate, down_e(act(up_e(x))) (`quant.kernels.gates`).
 
 Backward: Expert after expert, the products are repeated in fp32 on the values for which the codes
 stand, and differentiated with every rounding counted as identity. Only the layer's input is saved
@@ -46,7 +46,8 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
 
     Args:
         layer: checkpoint name ("model.layers.0.mlp.experts").
-        gate_up: masters [E, 2I, H], gate rows first; [E, H, 2I] if `shape.layout.transposed`.
+        gate_up: masters [E, 2I, H], gate rows first; [E, H, 2I] if `shape.layout.transposed`;
+            [E, I, H] without a gate.
         down: masters [E, H, I]; [E, I, H] if `shape.layout.transposed`.
         shape: sizes, activation and checkpoint names of the experts.
         scheme: scheme of all experts.
@@ -67,7 +68,7 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         engine_name: str = "",
     ):
         super().__init__(layer, scheme, context, gate_up, down)
-        self.gate_up_proj = gate_up
+        self.register_parameter(shape.layout.first_stack, gate_up)
         self.down_proj = down
         self._engine_name = engine_name or layer
         self.biases = biases
@@ -76,7 +77,7 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
         self.low_bit_biases: tuple[Tensor, ...] = ()
         """This version's biases, in the engine's dtype; none before the first `refresh`."""
         self.shape = shape
-        self.gated = gate_of(shape.activation)
+        self.gated = gate_of(shape.activation, shape.layout.gated)
         self._casts: list[Tensor] = []
         self._bias_casts: tuple[Tensor, ...] = ()
 
@@ -141,7 +142,7 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
             (PlainMatmul(*gate_up), PlainMatmul(*down))
             for gate_up, down in zip(*stacked, strict=True)
         ]
-        return ExpertsLoop(pairs, self.shape.activation)
+        return ExpertsLoop(pairs, self.gated)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor):
         """Return the layer's output, compute dtype [N, H].
@@ -188,7 +189,7 @@ class RoutedLowBitExperts(LowBitLayer[LowBitExperts, ExpertsMatmul]):
 
     def multiplies_grouped(self, dy: Tensor) -> bool:
         """Return whether the backward for this output gradient computes all experts at once."""
-        if self.biases or self.shape.layout.transposed:
+        if self.biases or self.shape.layout.transposed or not self.shape.layout.gated:
             return False
         ranks = [adapter.rank for adapter in self.adapters if adapter is not None]
         sizes = self.shape.hidden, self.shape.intermediate, *ranks

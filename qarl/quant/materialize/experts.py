@@ -19,7 +19,7 @@ class LowBitExpert:
     """Weights of one expert."""
 
     gate_up: LowBitWeight
-    """Gate and up projection, [2I, H], gate rows first."""
+    """Gate and up projection, [2I, H], gate rows first; [I, H] without a gate."""
     down: LowBitWeight
     """Down projection, [H, I]."""
 
@@ -35,7 +35,10 @@ class LowBitExpert:
         return self.gate_up.rows(rows, 2 * rows)
 
     def of_rank(self, rank: int, ranks: int) -> "LowBitExpert":
-        """Return what one of `ranks` ranks has: its rows of gate and up, its columns of down."""
+        """Return what one of `ranks` ranks has: its rows of gate and up, its columns of down.
+
+        The expert must have a gate; `quant.graph.kinds.undivided` refuses others.
+        """
         rows = self.gate.shape[0] // ranks
         start = rank * rows
         gate, up = (part.rows(start, start + rows) for part in (self.gate, self.up))
@@ -53,7 +56,7 @@ class LowBitExpert:
                     if suffix != "weight_shape":  # that loader does not know it
                         yield f"{name}_{suffix}", tensor
             return
-        parts = (self.gate, self.up, self.down)
+        parts = (self.gate, self.up, self.down) if layout.gated else (self.gate_up, self.down)
         for projection, part in zip(layout.projections, parts, strict=True):
             for suffix, tensor in part.tensors():
                 yield f"{projection}.{suffix}", tensor
@@ -115,7 +118,8 @@ def materialize_experts(
     own. Raises what `materialize` raises.
 
     Args:
-        gate_up: master [E, 2I, H]; with a shard, this process's experts of it.
+        gate_up: master [E, 2I, H], or [E, I, H] without a gate; with a shard, this process's
+            experts of it.
         down: master [E, H, I]; with a shard, this process's experts of it.
         scheme: scheme of the result.
         dtype: compute dtype.

@@ -92,7 +92,7 @@ def _weight_of(layer: str, names: ExpertLayout | None) -> str:
     expert = _EXPERT.match(layer)
     if expert is None or names is None:
         return layer
-    return f"{expert[1]}.{'down_proj' if expert[2] == names.down else 'gate_up_proj'}"
+    return f"{expert[1]}.{'down_proj' if expert[2] == names.down else names.first_stack}"
 
 
 def add_adapters(model: LowBitModel, config: LoraConfig, seed: int) -> None:
@@ -125,7 +125,7 @@ def _attach(
     if layer is None:
         module, _, stack = name.rpartition(".")
         layer = model.experts[module]
-        index = ("gate_up_proj", "down_proj").index(stack)
+        index = 1 if stack == "down_proj" else 0
     adapter = Adapter(layer.masters[index], config.rank, config.alpha, generator)
     layer.adapt(index, adapter.to(model.device))
     return adapter

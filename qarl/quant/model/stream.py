@@ -74,7 +74,7 @@ def _experts_tensors(layers: Layers, layer: str, key: str, written: str) -> Iter
         stack = codes.view(experts.shape.experts, -1, codes.shape[-1])
         turned = layout.transposed or layout.stored_transposed
         yield LowBitTensor(written, _transposed(stack) if turned else stack)
-    elif key == "gate_up_proj":
+    elif key == layout.first_stack:
         for suffix, tensor in experts.codes().tensors(layout):
             yield LowBitTensor(f"{layer}.{suffix}", tensor)
 

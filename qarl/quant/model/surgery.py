@@ -296,7 +296,7 @@ def _make_experts(
     config = model.config
     for name, module in fused.items():
         layer = family.checkpoint_name(name)
-        gate_up = module.get_parameter("gate_up_proj")
+        first = module.get_parameter(family.experts.first_stack)
         down = module.get_parameter("down_proj")
         shape = experts_shape(module, family.experts, config)
         names = ("gate_up_proj_bias", "down_proj_bias") if shape.biased else ()
@@ -305,7 +305,7 @@ def _make_experts(
         scheme = plan.schemes[f"{layer}.0.{family.experts.down}"]
         layers[layer] = RoutedLowBitExperts(
             layer,
-            gate_up,
+            first,
             down,
             shape,
             scheme,

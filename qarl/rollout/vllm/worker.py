@@ -334,5 +334,7 @@ def _scheme_of(
     if quantization is None or isinstance(module.quant_method, _UNQUANTIZED):
         return "bf16", None
     parsed = quantization.get_scheme_dict(module, name)  # pyright: ignore[reportAttributeAccessIssue]
+    if parsed is None:  # unquantized experts that are multiplied one after another
+        return "bf16", None
     scheme = scheme_of_args(parsed["weights"], parsed["input_activations"])
     return (scheme.name, scheme.group_size) if scheme else (f"unknown ({parsed['weights']})", None)

@@ -116,7 +116,7 @@ class Exported:
             layer, _, key = written.rpartition(".")
             module = checkpoint_name(parameter.rpartition(".")[0])
             if module in experts:
-                layers = experts[module] if key == "gate_up_proj" else []
+                layers = experts[module] if key == family.experts.first_stack else []
                 names = [name for each in layers for name in _ordered(by_layer[each])]
             elif key == "weight":
                 names = [n for n in _ordered(by_layer.get(layer, [])) if not n.endswith(".bias")]
@@ -205,9 +205,7 @@ def _ordered(names: list[str]) -> list[str]:
     return sorted(names, key=lambda name: _SUFFIXES.index(name.rpartition(".")[2]))
 
 
-def expert_matrices(
-    layers: Iterable[str], projections: tuple[str, str, str]
-) -> dict[str, list[str]]:
+def expert_matrices(layers: Iterable[str], projections: tuple[str, ...]) -> dict[str, list[str]]:
     """Return each module of experts → names of its matrices: by expert, then gate, up and down.
 
     layers: names among which the matrices are. projections: see `ExpertLayout`.

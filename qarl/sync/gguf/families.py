@@ -218,7 +218,7 @@ def _write_experts(writer: GGUFWriter, config: PreTrainedConfig) -> None:
         writer.add_expert_shared_feed_forward_length(shared)
 
 
-def expert_projections(config: PreTrainedConfig) -> tuple[str, str, str]:
+def expert_projections(config: PreTrainedConfig) -> tuple[str, ...]:
     """Return the checkpoint's names of an expert's gate, up and down projection."""
     return family_of(config.model_type).experts.projections
 

@@ -69,7 +69,10 @@ def _choose_kernels() -> None:
     )
 
     from qarl.quant.kernels.vllm_cpu.attention import AttentionBackend
-    from qarl.quant.kernels.vllm_cpu.experts import PerExpertConfig
+    from qarl.quant.kernels.vllm_cpu.experts import (
+        PerExpertConfig,
+        take_experts_without_gate,
+    )
     from qarl.quant.kernels.vllm_cpu.fp8 import CPUFp32FP8ScaledMMLinearKernel
     from qarl.quant.kernels.vllm_cpu.int4 import (
         CPUWNA16Fp32LinearKernel,
@@ -80,6 +83,7 @@ def _choose_kernels() -> None:
     register_backend(AttentionBackendEnum.CPU_ATTN)(AttentionBackend)
     decode_prompts()
     register_quantization_config("compressed-tensors")(PerExpertConfig)
+    take_experts_without_gate()
     _replace(CPUFp32FP8ScaledMMLinearKernel, "fp8")
     # vLLM has this operator if it was compiled for AVX-512.
     has_int4 = hasattr(torch.ops._C, "cpu_gemm_wna16")

@@ -1,33 +1,43 @@
-"""Quantized mixture-of-experts on CPUs.
+"""Mixtures of experts on CPUs that are quantized, or have no gate.
 
-vLLM 0.32 has none for CPUs without AMX ("No WNA16 MoE backend…"). With AMX it multiplies int4
-weights with int8 activations, even if the checkpoint says otherwise, and has no W4A8 and FP8
-experts.
+vLLM 0.32 has no quantized ones for CPUs without AMX ("No WNA16 MoE backend…"). With AMX it
+multiplies int4 weights with int8 activations, even if the checkpoint says otherwise, and has no
+W4A8 and FP8 experts. Experts without a gate (Nemotron-H) it refuses on every CPU, whatever their
+scheme.
 
-Each expert's two products go through the dense low-bit layer that vLLM itself builds for the
-scheme: gate and up projection merged into one, then the gated activation, then the down projection.
-gpt-oss's have biases, which these layers add; its gate is computed in fp32 and rounded once.
-This is registered as the `compressed-tensors` config, whose other layers keep vLLM's methods.
-Remove it when vLLM's own method selection (`CompressedTensorsMoEMethod.get_moe_method`) finds a
-backend on every CPU that treats activations as the scheme says.
+Each expert's two products go through the dense layer that vLLM itself builds for the scheme: gate
+and up projection merged into one, then the gated activation, then the down projection. gpt-oss's
+have biases, which these layers add; its gate is computed in fp32 and rounded once.
+
+Quantized experts are registered as the `compressed-tensors` config, whose other layers keep vLLM's
+methods. Remove it when vLLM's own method selection (`CompressedTensorsMoEMethod.get_moe_method`)
+finds a backend on every CPU that treats activations as the scheme says. Unquantized experts without
+a gate are those of a class that takes the place of vLLM's `RoutedExperts`. Remove it, with
+`take_experts_without_gate`, when vLLM has a kernel for them on CPUs.
 
 Axes: N tokens, K experts a token, E experts, H hidden columns, I expert columns.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe import (
+    FusedMoEConfig,
     FusedMoEMethodBase,
     RoutedExperts,
     UnquantizedFusedMoEMethod,
 )
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
 from vllm.model_executor.layers.linear import ReplicatedLinear
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.quantization.base_config import (
+    QuantizationConfig,
+    QuantizeMethodBase,
+)
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
 )
@@ -41,7 +51,8 @@ from qarl.quant.kernels.vllm_layers import drop_loaders
 _PREFIXES = {"w13": ("w1", "w3"), "w2": ("w2",)}
 """vLLM's name of each of an expert's matrices → vLLM's names of the shards stacked in it.
 
-The first matrix has gate and up, the second down. gpt-oss's loader takes each as a whole.
+The first matrix has gate and up, the second down. Without a gate the first has "w1" alone.
+gpt-oss's loader takes each as a whole.
 """
 
 
@@ -51,7 +62,9 @@ _gated = gate_of(SWIGLUOAI)
 
 
 class PerExpertConfig(CompressedTensorsConfig):
-    """vLLM's compressed-tensors config with `PerExpertMethod` for quantized experts."""
+    """vLLM's compressed-tensors config with `PerExpertMethod` for quantized experts, and for
+    unquantized ones without a gate.
+    """
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the method of one layer (vLLM's hook)."""
@@ -64,24 +77,68 @@ class PerExpertConfig(CompressedTensorsConfig):
             layer.ckpt_down_proj_name,
         )
         schemes = [
-            self.get_scheme_dict(layer, f"{prefix}.0.{projection}") for projection in projections
+            self.get_scheme_dict(layer, f"{prefix}.0.{projection}")
+            for projection in projections
+            if projection is not None
         ]
         if any(scheme != schemes[0] for scheme in schemes):
             raise ValueError(
                 f"{prefix}: all projections of a layer's experts need one scheme, found {schemes}"
             )
         if schemes[0] is None:
-            return UnquantizedFusedMoEMethod(layer.moe_config)
+            return _unquantized(layer, prefix) or UnquantizedFusedMoEMethod(layer.moe_config)
         weights: Any = schemes[0]["weights"]
         return PerExpertMethod(self, layer, prefix, weights.type == "float")
 
 
+class PerExpertRoutedExperts(RoutedExperts):
+    """vLLM's module of experts with `PerExpertMethod` for those without a gate in a model that is
+    not quantized.
+    """
+
+    def _get_quant_method(
+        self, prefix: str, quant_config: QuantizationConfig | None, moe_config: FusedMoEConfig
+    ) -> FusedMoEMethodBase:
+        """Return the method of these experts (vLLM's hook)."""
+        own = _unquantized(self, prefix) if quant_config is None else None
+        return own or super()._get_quant_method(prefix, quant_config, moe_config)
+
+
+def take_experts_without_gate() -> None:
+    """Make vLLM build experts without a gate on CPUs, which its configuration refuses; idempotent.
+
+    This applies to layers that are built afterwards.
+    """
+    settle = FusedMoEConfig.__post_init__
+    if hasattr(settle, "__wrapped__"):
+        return
+
+    @functools.wraps(settle)
+    def settle_on_cpus(self: FusedMoEConfig) -> None:
+        try:
+            settle(self)
+        except NotImplementedError:  # its last statement
+            if self.is_act_and_mul:
+                raise
+
+    FusedMoEConfig.__post_init__ = settle_on_cpus  # type: ignore[method-assign]
+    if RoutedExperts.__name__ not in op_registry_oot:
+        RoutedExperts.register_oot(PerExpertRoutedExperts)
+
+
+def _unquantized(layer: RoutedExperts, prefix: str) -> "PerExpertMethod | None":
+    """Return the method of unquantized experts that have no gate; None for others."""
+    if layer.moe_config.is_act_and_mul:
+        return None
+    return PerExpertMethod(None, layer, prefix, reads_default_dtype=False)
+
+
 class PerExpertMethod(FusedMoEMethodBase):
-    """Method that runs routed experts as dense low-bit products, one expert after another."""
+    """Method that runs routed experts as dense products, one expert after another."""
 
     def __init__(
         self,
-        config: CompressedTensorsConfig,
+        config: CompressedTensorsConfig | None,
         layer: RoutedExperts,
         prefix: str,
         reads_default_dtype: bool,
@@ -89,30 +146,26 @@ class PerExpertMethod(FusedMoEMethodBase):
         """Check that the layer's experts are supported.
 
         Args:
-            config: config of the checkpoint's quantization.
+            config: config of the checkpoint's quantization; None if the experts are unquantized.
             layer: vLLM's module of the experts.
             prefix: name of that module.
             reads_default_dtype: whether the dense layers take their output dtype from torch's
                 default dtype, as those for FP8 do.
 
         Raises:
-            ValueError: the experts have no gate, or a bias beside another gate than gpt-oss's, are
-                weighted before the down projection, or run with expert parallelism.
+            ValueError: the experts have a bias beside another gate than gpt-oss's, are weighted
+                before the down projection, or run with expert parallelism.
         """
         super().__init__(layer.moe_config)
         moe = layer.moe_config
         self._alternates = layer.activation == MoEActivation.SWIGLUOAI
-        if (
-            moe.has_bias != self._alternates
-            or not moe.is_act_and_mul
-            or layer.use_ep
-            or layer.apply_router_weight_on_input
-        ):
+        if moe.has_bias != self._alternates or layer.use_ep or layer.apply_router_weight_on_input:
             raise ValueError(
-                f"{prefix}: per-expert products cover gated experts without bias and gpt-oss's,"
+                f"{prefix}: per-expert products cover experts without bias and gpt-oss's,"
                 " weighted after the down projection, without expert parallelism"
             )
         self._config = config
+        self._shards = _PREFIXES if moe.is_act_and_mul else {**_PREFIXES, "w13": ("w1",)}
         self.reads_default_dtype = reads_default_dtype
         self._names = {
             "w13": f"{prefix}.{{}}.{layer.ckpt_gate_proj_name}",
@@ -131,11 +184,11 @@ class PerExpertMethod(FusedMoEMethodBase):
     ) -> None:
         """Register parameters [E, …] in the checkpoint's layout, shaped like the dense layers'."""
         self._shapes = {
-            "w13": (hidden_size, 2 * intermediate_size_per_partition),
+            "w13": (hidden_size, self.moe.w13_num_shards * intermediate_size_per_partition),
             "w2": (intermediate_size_per_partition, hidden_size),
         }
         self._dtype = params_dtype
-        for prefix, shards in _PREFIXES.items():
+        for prefix, shards in self._shards.items():
             with torch.device("meta"):
                 template = self._linear(prefix, 0)
             for name, like in template.named_parameters():
@@ -156,7 +209,7 @@ class PerExpertMethod(FusedMoEMethodBase):
         loaded = dict(layer.named_parameters(recurse=False))
         # Free the previous version's layers first.
         self.dense = {}
-        for prefix in _PREFIXES:
+        for prefix in self._shards:
             stacked = {
                 name.removeprefix(f"{prefix}_"): parameter
                 for name, parameter in loaded.items()
@@ -189,7 +242,8 @@ class PerExpertMethod(FusedMoEMethodBase):
             merged = self.dense["w13"][expert](inputs)
             if self._alternates:
                 return self.dense["w2"][expert](_gated(merged.float()).to(merged.dtype))
-            hidden = torch.empty(len(inputs), merged.shape[1] // 2, dtype=merged.dtype)
+            columns = merged.shape[1] // self.moe.w13_num_shards
+            hidden = torch.empty(len(inputs), columns, dtype=merged.dtype)
             apply_moe_activation(layer.activation, hidden, merged)
             return self.dense["w2"][expert](hidden)
 
