@@ -152,6 +152,10 @@ UPSTREAM = {
     @property
 """,
     ],
+    "sums are scaled down in float16": [
+        "vllm/model_executor/layers/fused_moe/runner/moe_runner.py",
+        "shared_output *= 1.0 / self.routed_scaling_factor",
+    ],
     "int8 activations by default": ["vllm/envs.py", 'os.getenv("VLLM_CPU_INT4_W4A8", "1")'],
     "int8 by rows alone": [
         "vllm/model_executor/kernels/linear/scaled_mm/cpu.py",

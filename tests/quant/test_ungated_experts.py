@@ -11,12 +11,17 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
     NemotronHConfig,
     NemotronHForCausalLM,
 )
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
+from qarl.configs.errors import NoEngineModelError
+from qarl.preflight.support import require_engine_model
 from qarl.quant.checkpoint.families import experts_shape, family_of
+from qarl.quant.checkpoint.shapes import plan_layers
 from qarl.quant.layers.context import LayerContext
 from qarl.quant.layers.experts import RoutedLowBitExperts
 from qarl.quant.layers.lora import Adapter
@@ -43,6 +48,8 @@ CONFIG = NemotronHConfig(
     time_step_min=1e-30,
 )
 NAMES = ("up_proj", "down_proj")
+HEADS: dict[str, Any] = {"head_dim": 32}
+"""Field that vLLM reads and transformers' class of GLM-4-MoE does not declare."""
 
 
 def theirs(seed: int = 0) -> Any:
@@ -153,3 +160,36 @@ def test_each_quantized_expert_has_two_matrices():
     names = {item.name for item in model.low_bit_tensors() if ".experts.3." in item.name}
     parts = [f"{name}.{suffix}" for name in NAMES for suffix in ("weight", "weight_scale")]
     assert names == {f"model.layers.1.mixer.experts.3.{part}" for part in parts}
+
+
+@no_cuda
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        Glm4MoeConfig(
+            **HEADS,
+            vocab_size=96,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+            routed_scaling_factor=2.5,
+        ),
+    ],
+    ids=["nemotron_h", "glm4_moe"],
+)
+def test_scaled_sums_beside_shared_experts_are_refused_in_float16(config: Any):
+    """Contract: vLLM's class computes another model in float16, which a comparison in float32 does
+    not show; in bfloat16 it does not.
+    """
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    plan = plan_layers(empty, get_scheme("bf16"))
+    with pytest.raises(NoEngineModelError, match=r"up by routed_scaling_factor \(2\.5\).*bfloat16"):
+        require_engine_model(empty, plan, torch.float16)
+    require_engine_model(empty, plan, torch.bfloat16)

@@ -25,6 +25,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
 from vllm.model_executor.model_loader.utils import initialize_model
@@ -139,6 +140,7 @@ def build_skeleton(
             _refuse_own_mask(architecture)
             _refuse_missing_kernels(architecture, skeleton.module)
             _refuse_constant_routers(architecture, skeleton.module)
+            _refuse_scaled_sums(architecture, skeleton.module, dtype)
             _refuse_subfolders(architecture, skeleton.module)
     except NoEngineModelError:
         raise
@@ -248,6 +250,30 @@ def _refuse_constant_routers(architecture: str, model: nn.Module) -> None:
                 f"{architecture} cannot be trained: its routers weigh an expert by a constant,"
                 " unless another one's score is within 2 %, so that next to no gradient reaches"
                 " them; take another model"
+            )
+
+
+def _refuse_scaled_sums(architecture: str, model: nn.Module, dtype: torch.dtype) -> None:
+    """Raise `NoEngineModelError` for scaled sums of experts beside shared ones in float16.
+
+    There vLLM scales the shared experts down instead of the routed ones up, so that nothing exceeds
+    float16. The layers of GLM-4-MoE and Nemotron-H leave the rest of the model as it is. DeepSeek's
+    scale it in place, where gradients need what was there. The comparison with transformers does
+    not show it, because it computes in float32.
+    """
+    if dtype != torch.float16:
+        return
+    for module in model.modules():
+        if (
+            isinstance(module, MoERunner)
+            and module._shared_experts is not None
+            and module.routed_scaling_factor != 1.0
+        ):
+            raise NoEngineModelError(
+                f"{architecture} cannot be trained in float16: vLLM scales its shared experts down"
+                " there, instead of its routed experts up by routed_scaling_factor"
+                f" ({module.routed_scaling_factor:g}), and the rest of the model by nothing, or in"
+                " place of what gradients need; set dtype to bfloat16"
             )
 
 
