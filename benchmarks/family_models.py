@@ -114,6 +114,7 @@ _TOWER_SIZES: dict[str, Any] = {
     "cross_attention_frequency": 1,
     "num_position_embeddings": 64,
     "insert_layer_id": 0,
+    "num_filters": 4,
     "mlp_ratio": 2.0,
     "image_size": 56,
     "patch_size": 14,
@@ -121,6 +122,10 @@ _TOWER_SIZES: dict[str, Any] = {
     "fullatt_block_indexes": [0],
 }
 """Field of a tower's configuration, or of what is between tower and language model → size."""
+_EXTRACTORS = {"VibeVoiceAsrConfig": "VibeVoiceAcousticTokenizerFeatureExtractor"}
+"""Configuration → class of the feature extractor that vLLM reads from the model's folder, with
+settings as published.
+"""
 _DERIVED = ("layer_types", "transformers_version")
 """Fields that are made from sizes."""
 
@@ -1150,6 +1155,8 @@ def write_model(name: str, folder: Path, seed: int = 0) -> None:
         while _sureness(model, tokens) > _SURE:
             head.mul_(0.8)
     model.save_pretrained(folder)
+    if kind in _EXTRACTORS:
+        getattr(transformers, _EXTRACTORS[kind])().save_pretrained(folder)
     _write_as_published(folder)
 
 

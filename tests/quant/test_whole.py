@@ -18,11 +18,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, PreTrainedConfig
 from transformers.utils.import_utils import is_torchvision_available
 
 from qarl.quant.checkpoint.load import load_masters, model_skeleton
-from qarl.quant.checkpoint.whole import Whole, read_whole, whole_of
+from qarl.quant.checkpoint.settings import inputs_beside_text
+from qarl.quant.checkpoint.whole import Whole, processor_files, read_whole, whole_of
 from qarl.quant.schemes import SchemeError
 from qarl.sync.export import export_checkpoint, export_masters
 from tests.support.kernels import no_cuda
@@ -313,7 +314,8 @@ def test_a_models_own_parameters_are_a_towers():
     """Contract: LLaVA-NeXT's `image_newline` belongs to the whole's class itself; no layer of the
     language model is left out with it. vLLM's Qwens write a tower's name with a dot, and
     LLaVA-OneVision's class does not say which parts it has. A model without an encoder (Gemma 4's
-    unified class) names no tower, and its embedder of patches in no list.
+    unified class) names no tower, and its embedder of patches in no list; nor does vLLM's general
+    class for models with pictures or sound (VibeVoice-ASR), in which all parts are one's parts.
     """
     from qarl.quant.kernels.engine_layers import without_towers
 
@@ -331,6 +333,37 @@ def test_a_models_own_parameters_are_a_towers():
     parts.tower_model = []
     parts.language_model = ["projector_head"]
     assert [name for name, _ in without_towers(model)] == ["projector_head"]
+    whole = nn.Module()
+    whole.model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("encoder", "language_model")})
+    whole.lm_head = nn.Linear(2, 2)
+    whole.get_mm_mapping = lambda: parts  # type: ignore[assignment]
+    parts.language_model = ["model.language_model"]
+    names = ["model", "model.language_model", "lm_head"]
+    assert [name for name, _ in without_towers(whole)] == names
+
+
+def test_sections_of_encoders_are_parts_for_sound_beside_a_language_model():
+    """Contract: VibeVoice-ASR has two; a model without a `text_config` has an encoder of text."""
+    names = ("acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config")
+    encoders: dict[str, Any] = {name: {"hidden_size": 8} for name in names}
+    assert inputs_beside_text(encoders | {"text_config": {}}) == ["sound"]
+    assert inputs_beside_text({"encoder_config": {}, "text_config": {}}) == ["sound"]
+    assert inputs_beside_text(encoders) == []
+
+
+def test_vllms_model_is_built_beside_the_files_of_its_processors(tmp_path: Path):
+    """Contract: those of a whole's folder, which vLLM's general class reads; a model of text has
+    none, nor has a configuration that was made in Python.
+    """
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {}, "audio_config": {}}))
+    files = [tmp_path / name for name in ("tokenizer.json", "preprocessor_config.json")]
+    for file in (*files, tmp_path / "model.safetensors"):
+        file.touch()
+    config = PreTrainedConfig(name_or_path=str(tmp_path))
+    assert processor_files(config) == files
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
+    assert processor_files(config) == []
+    assert processor_files(PreTrainedConfig()) == []
 
 
 @no_cuda

@@ -18,7 +18,7 @@ import transformers
 from transformers import PreTrainedConfig
 
 from qarl.configs.errors import ModelError
-from qarl.quant.checkpoint.folder import tensor_shapes
+from qarl.quant.checkpoint.folder import COMPANIONS, tensor_shapes
 from qarl.quant.checkpoint.settings import inputs_beside_text
 from qarl.quant.checkpoint.source_config import with_source_fields
 from qarl.quant.checkpoint.text_class import has_text_class
@@ -201,6 +201,16 @@ def served_settings(config: PreTrainedConfig, architecture: str) -> dict[str, An
     for level in levels_of(settings):
         level["tie_word_embeddings"] = bool(config.tie_word_embeddings)
     return settings
+
+
+def processor_files(config: PreTrainedConfig) -> list[Path]:
+    """Return the files of tokenizer and processors in the folder of the whole that a model is a
+    part of; [] if it is a part of none, or from no folder.
+    """
+    folder = Path(str(config.name_or_path or "")).expanduser().resolve()
+    if not (folder / "config.json").is_file() or read_whole(folder) is None:
+        return []
+    return [folder / name for name in COMPANIONS if (folder / name).is_file()]
 
 
 def levels_of(settings: dict[str, Any]) -> list[dict[str, Any]]:

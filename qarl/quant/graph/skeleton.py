@@ -39,7 +39,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from qarl.configs.errors import NoEngineModelError
 from qarl.configs.words import error_text
-from qarl.quant.checkpoint.whole import served_settings
+from qarl.quant.checkpoint.whole import processor_files, served_settings
 from qarl.quant.kernels.latent_attention import COLUMNS
 from qarl.quant.kernels.vllm import alone
 from qarl.quant.kernels.vllm_gpu import load_plugins
@@ -81,6 +81,10 @@ _MISSING_FIELD = re.compile(r"'(\w+Config)' object has no attribute '(\w+)'")
 
 _VALIDATOR = "Class validation error for validator"
 """Beginning of the error of a class that checks its fields; the reason stands on the last line."""
+
+
+_TOKENIZER = "tokenizer_config.json"
+"""File beside config.json of a folder that has a tokenizer."""
 
 
 _WEIGHTS = "model.safetensors"
@@ -135,6 +139,8 @@ def build_skeleton(
             if quantization is not None:
                 written["quantization_config"] = quantization
             (Path(folder) / "config.json").write_text(json.dumps(written))
+            for file in processor_files(config):
+                (Path(folder) / file.name).symlink_to(file)
             (architecture,) = written["architectures"]
             skeleton = skeleton_of(Path(folder), architecture, dtype, device)
             _refuse_own_mask(architecture)
@@ -173,7 +179,8 @@ def skeleton_of(
         model=str(folder),
         dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
         enforce_eager=True,
-        skip_tokenizer_init=True,
+        # vLLM's general class for models with pictures or sound makes the processor, which has it
+        skip_tokenizer_init=not (folder / _TOKENIZER).is_file(),
         load_format="dummy",
         language_model_only=True,
         kernel_config=kernel_arguments(),  # type: ignore[arg-type]

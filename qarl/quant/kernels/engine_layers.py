@@ -48,9 +48,16 @@ def without_towers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     parts = () if mapping is None else (*mapping.tower_model, *mapping.connector)
     parts = tuple(part.rstrip(".") for part in parts)  # vLLM's Qwens write "visual."
     if mapping is not None and not mapping.tower_model:
-        # a model without an encoder: no list has what embeds its patches (Gemma 4's unified class)
-        own_names = {part.partition(".")[0] for part in mapping.language_model}
-        parts += tuple(name for name, _ in model.named_children() if name not in own_names)
+        # no list has what embeds patches without an encoder (Gemma 4's unified class), nor what
+        # vLLM's general class for models with pictures or sound has beside the language model
+        own_names = [part.rstrip(".") for part in mapping.language_model]
+        parents = dict.fromkeys(name.rpartition(".")[0] for name in own_names)
+        beside = (
+            f"{parent}.{name}".lstrip(".")
+            for parent in parents
+            for name, _ in model.get_submodule(parent).named_children()
+        )
+        parts += tuple(name for name in beside if name not in own_names)
     is_whole = mapping is not None or bool(getattr(model, "supports_multimodal", False))
     for name, module in model.named_modules():
         is_own = is_whole and not name
