@@ -342,13 +342,16 @@ def test_a_models_own_parameters_are_a_towers():
     assert [name for name, _ in without_towers(whole)] == names
 
 
-def test_sections_of_encoders_are_parts_for_sound_beside_a_language_model():
-    """Contract: VibeVoice-ASR has two; a model without a `text_config` has an encoder of text."""
+def test_sections_of_encoders_are_parts_beside_a_language_model():
+    """Contract: VibeVoice-ASR has two for sound, Emu3 one for pictures; a model without a
+    `text_config` has an encoder of text, or codes of pictures among its tokens.
+    """
     names = ("acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config")
     encoders: dict[str, Any] = {name: {"hidden_size": 8} for name in names}
     assert inputs_beside_text(encoders | {"text_config": {}}) == ["sound"]
     assert inputs_beside_text({"encoder_config": {}, "text_config": {}}) == ["sound"]
-    assert inputs_beside_text(encoders) == []
+    assert inputs_beside_text({"vq_config": {}, "text_config": {}}) == ["pictures"]
+    assert inputs_beside_text(encoders | {"vq_config": {}}) == []
 
 
 def test_vllms_model_is_built_beside_the_files_of_its_processors(tmp_path: Path):
@@ -359,7 +362,8 @@ def test_vllms_model_is_built_beside_the_files_of_its_processors(tmp_path: Path)
     files = [tmp_path / name for name in ("tokenizer.json", "preprocessor_config.json")]
     for file in (*files, tmp_path / "model.safetensors"):
         file.touch()
-    config = PreTrainedConfig(name_or_path=str(tmp_path))
+    config = PreTrainedConfig()
+    config.name_or_path = str(tmp_path)
     assert processor_files(config) == files
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}))
     assert processor_files(config) == []

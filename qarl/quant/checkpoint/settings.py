@@ -37,9 +37,9 @@ _FEW_INPUTS = 4
 """Most inputs of a short convolution that rounds prompts and sampled tokens alike in 16 bits."""
 _TOWERS = {"vision_config": "pictures", "audio_config": "sound"}
 """Section of config.json that a part for other inputs than text has → these inputs."""
-_SOUND_ENCODER = "encoder_config"
-"""End of that section's name in Granite Speech and VibeVoice-ASR, which has two. A model without a
-`text_config` has an encoder of text.
+_BESIDE_TEXT = {"vq_config": "pictures", "encoder_config": "sound"}
+"""Ends of that section's name in Emu3, and in Granite Speech and VibeVoice-ASR, which has two. A
+model without a `text_config` has an encoder of text, or codes of pictures among its own tokens.
 """
 EXPERTS_A_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk", "top_k_experts")
 """Names that configurations have for the number of experts a token is routed to."""
@@ -120,9 +120,10 @@ def inputs_beside_text(settings: Mapping[str, Any]) -> list[str]:
     """Return what the model of a config.json takes beside text ("pictures", "sound")."""
     sections = dict(_TOWERS)
     if settings.get("text_config") is not None:
-        sections |= {key: "sound" for key in settings if key.endswith(_SOUND_ENCODER)}
-    inputs = [inputs for key, inputs in sections.items() if settings.get(key) is not None]
-    return list(dict.fromkeys(inputs))
+        for ending, inputs in _BESIDE_TEXT.items():
+            sections |= {key: inputs for key in settings if key.endswith(ending)}
+    present = (inputs for key, inputs in sections.items() if settings.get(key) is not None)
+    return list(dict.fromkeys(present))
 
 
 def describe_towers(folder: Path, pictures: int = 0) -> str:

@@ -152,7 +152,8 @@ def load_stream(model: nn.Module, config: VllmConfig, stream: Iterable[LowBitTen
         if current_platform.is_cpu():
             _name_w4a8_weights_once(model)
         _begin_reload(model)
-        for module in (*copied_modules(model), *tower_modules(model)):
+        # a tower may copy what it loads, too (Emu3's)
+        for module in dict.fromkeys((*copied_modules(model), *tower_modules(model))):
             _place_kernel_tensors(module, get_layerwise_info(module))
             get_layerwise_info(module).reset()
         processed = _processed_layers(model)
