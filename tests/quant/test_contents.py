@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, HrmTextConfig
 
 from qarl.configs.errors import ModelError
 from qarl.learner.logprobs import token_logprobs
@@ -192,6 +193,22 @@ def test_files_and_config_of_different_models_are_refused_by_name(
     for read in (model_skeleton, lambda it: load_masters(it, torch.float32)):
         with pytest.raises(ModelError, match=says):
             read(folder)
+
+
+def test_a_model_whose_tensors_transformers_cuts_apart_is_refused(tmp_path: Path):
+    """Contract: HRM-Text's files have gate and up as one tensor, of which the model has two. The
+    message says so, and not that files lack the two.
+    """
+    config = HrmTextConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"up_proj\.weight' out of tensors 'mlp\.gate_up_proj"):
+        model_skeleton(tmp_path)
 
 
 def test_a_tied_model_without_embedding_and_head_is_refused(tmp_path: Path):

@@ -138,6 +138,13 @@ def refuse_missing(folder: Path, model: PreTrainedModel, missing: Collection[str
     # Of a head and its embedding only the embedding is missed.
     missing = {name for name in missing if tied.get(name) not in missing}
     first = min(missing, key=dot_natural_key)
+    stored = _cut_from(model, first)
+    if stored:
+        raise ModelError(
+            f"model {str(folder)!r}: transformers cuts {first!r} out of tensors {stored!r} of its"
+            f" files (model_type {model.config.model_type!r}), and no part of those is published or"
+            " exported here; take another model"
+        )
     head = model.get_output_embeddings()
     heads = [f"{name}.weight" for name, module in model.named_modules() if module is head]
     if heads == list(missing):
@@ -154,6 +161,17 @@ def refuse_missing(folder: Path, model: PreTrainedModel, missing: Collection[str
         f" config.json asks for ({_setting(model.config, first)}); {remedy}, or else copy the model"
         " again"
     )
+
+
+def _cut_from(model: PreTrainedModel, name: str) -> str:
+    """Return the end of the files' name of the tensor that transformers cuts `name` out of, which
+    others are cut out of, too (HRM-Text); "" if it does not.
+    """
+    for conversion in get_model_conversion_mapping(model):
+        sources, targets = conversion.source_patterns, conversion.target_patterns
+        if len(sources) == 1 and len(targets) > 1 and name.endswith(tuple(targets)):
+            return sources[0]
+    return ""
 
 
 def refuse_unread(folder: Path, model: PreTrainedModel, unread: Collection[str]) -> None:
