@@ -183,6 +183,12 @@ def test_modules_without_a_leaf_are_refused_by_class_and_name(model: Any, words:
     assert re.search(words, without.why_not_engine)
 
 
+MIMO: dict[str, Any] = {
+    "hybrid_layer_pattern": [0, 0],
+    "moe_layer_freq": [0, 1],
+    "layernorm_epsilon": 1e-5,
+}
+"""Fields of MiMo-V2-Flash that vLLM reads and transformers' class does not declare."""
 ZAMBA = {
     **SIZES,
     "num_hidden_layers": 6,
@@ -232,6 +238,18 @@ ZAMBA = {
         (
             MiMoV2FlashConfig(**SIZES, n_routed_experts=4, num_experts_per_tok=2),
             r"it reads 'hybrid_layer_pattern' of config\.json, of which.*; add the field as",
+        ),
+        (
+            MiMoV2FlashConfig(
+                **{**SIZES, "num_key_value_heads": 1, "head_dim": 96},
+                v_head_dim=64,
+                layer_types=["full_attention"] * 2,
+                n_routed_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=64,
+                **MIMO,
+            ),
+            r"keys of 96 columns and values of 64 \(head_dim, v_head_dim\).*for GPUs alone",
         ),
         (
             AXK1Config(

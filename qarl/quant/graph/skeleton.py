@@ -24,7 +24,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import rotary_embedding
-from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.mamba.mamba_mixer import MambaMixer
 from vllm.model_executor.layers.mamba.short_conv import ShortConv
@@ -68,6 +68,12 @@ class for models of transformers, which it has for these, leaves such masks out.
 """
 
 
+_OTHER_FREQUENCIES = {"CohereCompassForConditionalGeneration"}
+"""Architecture whose rotary embedding has its frequencies in another order in vLLM's class than in
+transformers', also for text.
+"""
+
+
 _ELSEWHERE = (
     "take another model, or sample by servers on a machine whose vLLM runs it (rollout.servers),"
     " with learner.operators 'transformers', whose log-probs agree up to rounding"
@@ -77,6 +83,10 @@ _ELSEWHERE = (
 
 _MISSING_FIELD = re.compile(r"'(\w+Config)' object has no attribute '(\w+)'")
 """Error of a field that vLLM reads and transformers' class of the configuration lacks."""
+
+
+_PROCESSOR = "Failed to load the processor"
+"""Beginning of vLLM's error of a processor. It guesses the reason, which its cause has."""
 
 
 _VALIDATOR = "Class validation error for validator"
@@ -143,7 +153,7 @@ def build_skeleton(
                 (Path(folder) / file.name).symlink_to(file)
             (architecture,) = written["architectures"]
             skeleton = skeleton_of(Path(folder), architecture, dtype, device)
-            _refuse_own_mask(architecture)
+            _refuse_other_models(architecture)
             _refuse_missing_kernels(architecture, skeleton.module)
             _refuse_constant_routers(architecture, skeleton.module)
             _refuse_scaled_sums(architecture, skeleton.module, dtype)
@@ -192,8 +202,16 @@ def skeleton_of(
     return Skeleton(module.eval(), config)
 
 
-def _refuse_own_mask(architecture: str) -> None:
-    """Raise `NoEngineModelError` for a model whose mask vLLM leaves out."""
+def _refuse_other_models(architecture: str) -> None:
+    """Raise `NoEngineModelError` for a model that vLLM computes otherwise than transformers: its
+    mask is left out, or its frequencies are in another order.
+    """
+    if architecture in _OTHER_FREQUENCIES:
+        raise NoEngineModelError(
+            f"vLLM's {architecture} and transformers' are of different models: their rotary"
+            " embeddings have the same frequencies in another order, so that an engine would"
+            " compute other values than the model that is trained; take another model"
+        )
     if architecture in _OWN_MASKS:
         raise NoEngineModelError(
             f"vLLM does not run {architecture}: its attention computes a mask, which vLLM's general"
@@ -223,6 +241,13 @@ def _refuse_missing_kernels(architecture: str, model: nn.Module) -> None:
             f"vLLM does not run {architecture} on CPUs: its Mamba-1 layers compute a prompt by a"
             f" kernel (selective_scan_fwd) that vLLM has for GPUs alone; {_ELSEWHERE}"
         )
+    for module in model.modules():
+        if isinstance(module, Attention) and module.head_size_v != module.head_size:
+            raise NoEngineModelError(
+                f"vLLM does not run {architecture} on CPUs: its attention has keys of"
+                f" {module.head_size} columns and values of {module.head_size_v} (head_dim,"
+                f" v_head_dim), and vLLM's kernels for these are for GPUs alone; {_ELSEWHERE}"
+            )
     for module in model.modules():
         if isinstance(module, MLAAttention):
             columns = module.kv_lora_rank, module.qk_rope_head_dim
@@ -320,12 +345,14 @@ def _why(architecture: str, error: Exception) -> str:
     return _reason(error)
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """Return vLLM's error message on one line.
 
     Of vLLM's own checks it is without pydantic's text around, and where no kernel fits with the
     reason of the last that was asked.
     """
+    if error.__cause__ is not None and str(error).startswith(_PROCESSOR):
+        return f"its processor does not load: {_reason(error.__cause__)}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     missing = _MISSING_FIELD.search(str(error)) if isinstance(error, AttributeError) else None
     if missing:
