@@ -187,7 +187,8 @@ def _through_commands(
     classes = registered()
     others = sorted({*classes.values()} - {kind for kind, _ in FAMILIES.values()} - {""})
     done = {row["family"] for row in rows}
-    for name in names or [*FAMILIES, *others]:
+    tiny = [name for name in FAMILIES if not name.endswith("-wide")]
+    for name in names or [*tiny, *others]:
         if name in done:
             continue
         row: dict[str, Any] = {"family": name, "scheme": scheme, "dtype": dtype}

@@ -7,6 +7,7 @@ does not know.
 
 import dataclasses
 import inspect
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,19 @@ _DELTA = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
+}
+_QWEN_4 = {
+    **_HEADS,
+    **_MOE,
+    **_DELTA,
+    "shared_expert_intermediate_size": 128,
+    "hc_lowrank": 16,
+    "output_gate_type": "silu",
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 32,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 4,
 }
 _SHORT_CONVOLUTION = {
     "layer_types": ["conv", "full_attention", "conv"],
@@ -122,9 +136,22 @@ _TOWER_SIZES: dict[str, Any] = {
     "fullatt_block_indexes": [0],
 }
 """Field of a tower's configuration, or of what is between tower and language model → size."""
-_EXTRACTORS = {"VibeVoiceAsrConfig": "VibeVoiceAcousticTokenizerFeatureExtractor"}
-"""Configuration → class of the feature extractor that vLLM reads from the model's folder, with
-settings as published.
+_PROCESSORS = {
+    "Emu3Config": {"image_processor_type": "Emu3ImageProcessor"},
+    "HunYuanVLConfig": {"image_processor_type": "HunYuanVLImageProcessor"},
+    "VibeVoiceAsrConfig": {"feature_extractor_type": "VibeVoiceAcousticTokenizerFeatureExtractor"},
+}
+"""Configuration whose processor vLLM reads from the model's folder → preprocessor_config.json."""
+_TOKENS_OF = {
+    "Emu3Config": {
+        "image_token": "A",
+        "boi_token": "B",
+        "eoi_token": "C",
+        "image_wrapper_token": "D",
+        "eof_token": "E",
+    }
+}
+"""Configuration → special tokens that the processor's class asks of the tokenizer, some of its own.
 """
 _DERIVED = ("layer_types", "transformers_version")
 """Fields that are made from sizes."""
@@ -689,18 +716,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mimo-v2-flash": (
         "MiMoV2FlashConfig",
         {
-            **_HEADS,
             **_MOE,
             **_SLIDING,
             **_SPARSE,
-            "v_head_dim": 32,
+            "head_dim": 96,
+            "v_head_dim": 64,
             "n_routed_experts": 8,
             "hybrid_layer_pattern": [1, 0, 1],
             "moe_layer_freq": [0, 1, 1],
             "layernorm_epsilon": 1e-5,
-            "swa_num_key_value_heads": 2,
+            "swa_num_key_value_heads": 4,
             "swa_num_attention_heads": 4,
-            "swa_head_dim": 32,
+            "swa_head_dim": 96,
+            "swa_v_head_dim": 64,
+            "add_swa_attention_sink_bias": True,
             "sliding_window_size": 24,
         },
     ),
@@ -922,12 +951,28 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "PaliGemmaConfig",
         {"text_config": {**_HEADS, "model_type": "gemma", "tie_word_embeddings": True}},
     ),
-    "qianfan-ocr": ("QianfanOCRConfig", {"text_config": {**_HEADS, "model_type": "qwen3"}}),
+    "qianfan-ocr": (
+        "QianfanOCRConfig",
+        {
+            "text_config": {**_HEADS, "model_type": "qwen3"},
+            "min_dynamic_patch": 1,
+            "max_dynamic_patch": 12,
+            "dynamic_image_size": True,
+            "use_thumbnail": True,
+        },
+    ),
     "qwen2-audio": ("Qwen2AudioConfig", {"text_config": {"model_type": "qwen2"}}),
     "qwen2-vl": ("Qwen2VLConfig", {"text_config": _POSITIONS}),
     "qwen3-asr": (
         "Qwen3ASRConfig",
-        {"text_config": {**_HEADS, **_POSITIONS, "model_type": "qwen3"}},
+        {
+            "text_config": {
+                **_HEADS,
+                **_POSITIONS,
+                "model_type": "qwen3",
+                "tie_word_embeddings": True,
+            }
+        },
     ),
     "qwen3-vl-moe": (
         "Qwen3VLMoeConfig",
@@ -959,6 +1004,56 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "cohere-compass": (
+        "CohereCompassConfig",
+        {
+            "text_config": {
+                **_SLIDING,
+                "logit_scale": 0.25,
+                "tie_word_embeddings": True,
+                "rope_parameters": {
+                    "full_attention": {**_ROPE, "mrope_section": [6, 6, 4]},
+                    "sliding_attention": {**_ROPE, "mrope_section": [6, 6, 4]},
+                },
+            }
+        },
+    ),
+    "diffusion-gemma": (
+        "DiffusionGemmaConfig",
+        {
+            "text_config": {
+                **_HEADS,
+                **_SLIDING,
+                "global_head_dim": 64,
+                "num_experts": 8,
+                "top_k_experts": 2,
+                "moe_intermediate_size": 128,
+            },
+            "vision_config": {**_TOWER, "model_type": "gemma4_vision"},
+        },
+    ),
+    "emu3": (
+        "Emu3Config",
+        {
+            "text_config": {},
+            "vocabulary_map": {
+                "<image>": 500,
+                "<|extra_200|>": 501,
+                "<|visual token 000000|>": 502,
+            },
+        },
+    ),
+    "hunyuan-vl": (
+        "HunYuanVLConfig",
+        {
+            "text_config": {
+                **_HEADS,
+                "rope_parameters": {**_ROPE, "mrope_section": [4, 4, 4, 4]},
+            }
+        },
+    ),
+    "qwen4-exp": ("Qwen4ExpTextConfig", _QWEN_4),
+    "qwen4-exp-vl": ("Qwen4ExpConfig", {"text_config": _QWEN_4}),
     "voxtral": ("VoxtralConfig", {"text_config": _LLAMA, "hidden_size": 128}),
     "qwen3.5-wide": (
         "Qwen3_5TextConfig",
@@ -1155,8 +1250,12 @@ def write_model(name: str, folder: Path, seed: int = 0) -> None:
         while _sureness(model, tokens) > _SURE:
             head.mul_(0.8)
     model.save_pretrained(folder)
-    if kind in _EXTRACTORS:
-        getattr(transformers, _EXTRACTORS[kind])().save_pretrained(folder)
+    if kind in _TOKENS_OF:
+        file = folder / "tokenizer_config.json"
+        tokenizer = json.loads(file.read_text())
+        file.write_text(json.dumps({**tokenizer, "extra_special_tokens": _TOKENS_OF[kind]}))
+    if kind in _PROCESSORS:
+        (folder / "preprocessor_config.json").write_text(json.dumps(_PROCESSORS[kind]))
     _write_as_published(folder)
 
 
@@ -1176,11 +1275,16 @@ def _logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 def _write_as_published(folder: Path) -> None:
     """Correct what transformers 5.19 writes wrong: a part of a name twice, for models with sound,
-    names of a tower in the language model (Qianfan-OCR), and stacks of experts that are published
-    transposed (Qwen3-VL's mixtures).
+    names of a tower in the language model and sizes of pictures twice (Qianfan-OCR), and stacks of
+    experts that are published transposed (Qwen3-VL's mixtures).
     """
     config = transformers.AutoConfig.from_pretrained(folder)
     turned = config.model_type == "qwen3_vl_moe"
+    if config.model_type == "qianfan_ocr":
+        settings = json.loads((folder / "config.json").read_text())
+        tower = settings["vision_config"]
+        tower |= {key: tower[key][0] for key in ("image_size", "patch_size")}
+        (folder / "config.json").write_text(json.dumps(settings))
     for file in folder.glob("*.safetensors"):
         tensors = load_file(file)
         names = {name: name.replace(".model.model.", ".model.") for name in tensors}
