@@ -140,6 +140,7 @@ def build_skeleton(
         device: device of the forward.
     """
     load_plugins()
+    folder = "config.json"
     try:
         # vLLM's tracing of some models recurses to Python's limit and gives up. Collected there,
         # other objects would have no room to be finalized in.
@@ -161,15 +162,17 @@ def build_skeleton(
     except NoEngineModelError:
         raise
     except Exception as error:
+        # some reasons name the folder that was read
+        why = _reason(error) if quantization is not None else _why(architecture, error)
+        why = why.replace(folder, str(config.name_or_path or architecture))
         if quantization is not None:
             raise NoEngineModelError(
-                f"vLLM does not run {architecture} in this scheme on this machine:"
-                f" {_reason(error)}; take another scheme, or leave the layers of such shapes alone"
-                " by a rule (quantization.layers, 'PATTERN=bf16')"
+                f"vLLM does not run {architecture} in this scheme on this machine: {why}; take"
+                " another scheme, or leave the layers of such shapes alone by a rule"
+                " (quantization.layers, 'PATTERN=bf16')"
             ) from error
         raise NoEngineModelError(
-            f"vLLM does not run {architecture} on this machine: {_why(architecture, error)};"
-            f" {_remedy(architecture)}"
+            f"vLLM does not run {architecture} on this machine: {why}; {_remedy(architecture)}"
         ) from error
     # An engine in this process would have chosen already.
     if not ir.ops.rms_norm.get_priority():
