@@ -60,13 +60,19 @@ class Batch:
     """Position of each token in time, height and width, int64 [B, T, 3]. None if prompts are text
     alone, or the model counts tokens alone.
     """
+    picture_sees: torch.Tensor | None = None
+    """Number of leading tokens of its sequence that each token sees, int64 [B, T]. None if it sees
+    those before it and itself.
+    """
 
     @property
     def pictures(self) -> PictureRows | None:
         """The pictures of the prompts, for the model's forward; None if there are none."""
         if self.picture_rows is None or self.picture_index is None:
             return None
-        return PictureRows(self.picture_rows, self.picture_index, self.picture_positions)
+        return PictureRows(
+            self.picture_rows, self.picture_index, self.picture_positions, self.picture_sees
+        )
 
     def to(self, device: torch.device) -> "Batch":
         """Return the same batch on a device."""
@@ -124,8 +130,9 @@ class Batch:
         longest = int(self.length[index].max())
         of_predicted = ("response_mask", "sampler_logprobs", "advantages", "versions_behind")
         widths = dict.fromkeys(of_predicted, longest - 1)
-        of_tokens = ("tokens", "experts", "picture_index", "picture_positions")
-        widths |= dict.fromkeys(of_tokens, longest)
+        of_tokens = ("tokens", "experts")
+        of_pictures = ("picture_index", "picture_positions", "picture_sees")
+        widths |= dict.fromkeys((*of_tokens, *of_pictures), longest)
         picked = {
             # the rows of pictures are those of the whole batch, which `picture_index` counts
             name: tensor if name == "picture_rows" else tensor[index]
@@ -224,8 +231,10 @@ def _advantages(rewards: Sequence[Sequence[float]], estimator: str) -> torch.Ten
 
 
 def _stack_pictures(groups: Sequence[Group], longest: int) -> dict[str, torch.Tensor]:
-    """Return `picture_rows`, `picture_index` and, if the engine places pictures on three axes,
-    `picture_positions` of all completions; {} if all prompts are text.
+    """Return `picture_rows` and `picture_index` of all completions; {} if all prompts are text.
+
+    With them, if the engine places pictures on three axes, `picture_positions`, and `picture_sees`
+    if tokens of a picture see later ones.
 
     Completions of a group share their prompt's rows. Raises `PolicyError` if the engine did not say
     what it made of a prompt's pictures, because the log-probs would be those of another prompt.
@@ -233,11 +242,14 @@ def _stack_pictures(groups: Sequence[Group], longest: int) -> dict[str, torch.Te
     rows: list[torch.Tensor] = []
     index: list[torch.Tensor] = []
     positions: list[torch.Tensor] = []
+    sees: list[torch.Tensor] = []
     counted = torch.arange(longest)[:, None].expand(-1, 3)
+    before = torch.arange(1, longest + 1)
     start = 0
     for group in groups:
         of_prompt = torch.full((longest,), -1, dtype=torch.int64)
         placed = counted
+        seen = before
         embedded = next((answer.pictures for answer in group.completions), None)
         if embedded is not None:
             count = len(embedded.places)
@@ -246,6 +258,8 @@ def _stack_pictures(groups: Sequence[Group], longest: int) -> dict[str, torch.Te
             start += count
             if embedded.positions is not None:
                 placed = _placed(embedded.positions, longest)
+            if embedded.sees is not None:
+                seen = torch.cat([embedded.sees, before[len(embedded.sees) :]])
         elif group.prompt.pictures is not None and group.completions:
             raise PolicyError(
                 f"prompt {group.prompt.id!r} has pictures, and its completions come without what"
@@ -253,11 +267,14 @@ def _stack_pictures(groups: Sequence[Group], longest: int) -> dict[str, torch.Te
             )
         index += [of_prompt] * len(group.completions)
         positions += [placed] * len(group.completions)
+        sees += [seen] * len(group.completions)
     if not rows:
         return {}
     stacked = {"picture_rows": torch.cat(rows), "picture_index": torch.stack(index)}
     if any(placed is not counted for placed in positions):
         stacked["picture_positions"] = torch.stack(positions)
+    if any(seen is not before for seen in sees):
+        stacked["picture_sees"] = torch.stack(sees)
     return stacked
 
 

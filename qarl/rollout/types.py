@@ -44,6 +44,10 @@ class EmbeddedPictures:
     """torch.Tensor, int64 [T, 3]: each prompt token's position in time, height and width, by which
     rotary embeddings turn (M-RoPE); None if the model counts tokens alone.
     """
+    sees: Any = None
+    """torch.Tensor, int64 [T]: the number of leading tokens of the prompt that each token sees. A
+    token of a picture sees all of the picture. None if every token sees those before it and itself.
+    """
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ tests/engine/test_publish.py checks that it gives the engine's bits.
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -51,6 +52,53 @@ def attend(
 ) -> torch.Tensor:
     q, k, v = rows
     return by(q, k, v, sinks, scoring, row)
+
+
+@pytest.mark.parametrize("window", [None, 60])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_pictures_tokens_see_all_of_it(dtype: torch.dtype, window: int | None):
+    """Contract: values and gradients of a mask in fp32, and for a picture's token the bits of the
+    same query decoded after the whole picture. Other tokens have the bits of causal attention over
+    the same keys. Pictures end within the window.
+    """
+    rows = inputs(dtype)
+    start = torch.tensor([0, *LENGTHS]).cumsum(0)
+    sees = torch.cat([torch.arange(1, length + 1) for length in LENGTHS])
+    pictures = [(1, 3, 20), (1, 22, 30), (3, 0, 33), (5, 2, 7)]  # sequence, first token, end
+    for sequence, first, end in pictures:
+        sees[start[sequence] + first : start[sequence] + end] = end
+    row = Sequences(tuple(LENGTHS), tuple(LENGTHS), sees=sees)
+    scoring = Scoring(scale=32**-0.5, window=window)
+    y = attend(rows, scoring, row)
+    q, k, v = (t.detach().float().requires_grad_() for t in rows)
+    mask = torch.zeros(len(sees), len(sees), dtype=torch.bool)
+    for begin, end in pairwise(start.tolist()):
+        keys = torch.arange(end - begin)
+        own = keys[None] < sees[begin:end, None]
+        if window is not None:
+            own &= keys[None] > keys[:, None] - window
+        mask[begin:end, begin:end] = own
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(t.transpose(0, 1)[None] for t in (q, k, v)),
+        attn_mask=mask,
+        scale=scoring.scale,
+        enable_gqa=True,
+    )[0].transpose(0, 1)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(y.float(), expected, rtol=0, atol=tolerance)
+    out = normal(*y.shape, seed=9)
+    actual = torch.autograd.grad(y, rows, out.to(dtype))
+    reference = torch.autograd.grad(expected, (q, k, v), out.to(dtype).float())
+    for gradient, wanted in zip(actual, reference, strict=True):
+        torch.testing.assert_close(gradient.float(), wanted, rtol=0, atol=5 * tolerance)
+    with torch.no_grad():
+        causal = attend(rows, scoring, APART)
+        text = sees == torch.cat([torch.arange(1, length + 1) for length in LENGTHS])
+        assert torch.equal(y[text], causal[text])
+        begin = int(start[1])
+        after = Sequences((1,), (20,), torch.arange(begin, begin + 20))
+        one = attend([rows[0][begin + 5][None], *rows[1:]], scoring, after)
+        assert torch.equal(y[begin + 5], one[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -26,7 +26,7 @@ from qarl.quant.model.low_bit_model import LowBitModel
 
 _SAMPLE_FIELDS = (
     *("tokens", "length", "response_mask", "sampler_logprobs"),
-    *("picture_rows", "picture_index", "picture_positions"),
+    *("picture_rows", "picture_index", "picture_positions", "picture_sees"),
 )
 """Fields of the sample that a checkpoint stores, those of pictures if it has some; the others
 follow from them, or are not used.

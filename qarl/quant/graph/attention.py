@@ -62,7 +62,7 @@ class _Attention(torch.autograd.Function):
         seen = sequences.seen
         keys = sequences.visible(k)
         values = sequences.visible(v)
-        if flash_attention.takes(q, scoring, sinks):
+        if sequences.sees is None and flash_attention.takes(q, scoring, sinks):
             y, sums = flash_attention.flash_attention(
                 q, keys, values, sinks, scoring, lengths, seen
             )
@@ -72,7 +72,7 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, sinks)
         if q.is_cuda:
             return torch_attention(q, k, v, sinks, scoring, sequences)
-        return cpu_attention(q, keys, values, scoring, lengths, seen, sinks)
+        return cpu_attention(q, keys, values, scoring, lengths, seen, sinks, sequences.sees)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
@@ -125,10 +125,13 @@ def torch_attention(
     queries = q.to(compute)
     keys = sequences.visible(k.to(compute))
     values = sequences.visible(v.to(compute))
-    runs = [
-        (length, seen, len(list(run)))
-        for (length, seen), run in groupby(zip(sequences.lengths, sequences.seen, strict=True))
-    ]
+    pairs = zip(sequences.lengths, sequences.seen, strict=True)
+    if sequences.sees is None:
+        runs = [(length, seen, len(list(run))) for (length, seen), run in groupby(pairs)]
+        last: list[Tensor | None] = [None] * len(runs)
+    else:
+        runs = [(length, seen, 1) for length, seen in pairs]
+        last = list(sequences.sees.split(sequences.lengths))
     query_rows = [length * count for length, _, count in runs]
     key_rows = [seen * count for _, seen, count in runs]
     parts = zip(
@@ -138,23 +141,29 @@ def torch_attention(
         strict=True,
     )
     outputs = []
-    for (_, _, count), part in zip(runs, parts, strict=True):
+    for (_, _, count), part, sees in zip(runs, parts, last, strict=True):
         # [count · tokens, H, D] → [count, H, tokens, D]: each sequence's own bits, in one call.
         q_, k_, v_ = (t.unflatten(0, (count, -1)).transpose(1, 2) for t in part)
-        y = _causal(q_, k_, v_, scoring) if plain else _scored(q_, k_, v_, sinks, scoring)
+        if plain:
+            y = _causal(q_, k_, v_, scoring, sees)
+        else:
+            y = _scored(q_, k_, v_, sinks, scoring, sees)
         outputs.append(y.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs).to(q.dtype)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
-    """Return attention of one sequence a row, whose queries are those of its last tokens."""
+def _causal(q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, sees: Tensor | None) -> Tensor:
+    """Return attention of one sequence a row, whose queries are those of its last tokens.
+
+    sees: `Sequences.sees` of the sequence.
+    """
     length = q.shape[2]
     seen = k.shape[2]
-    if length == seen and (scoring.window is None or seen <= scoring.window):
+    if sees is None and length == seen and (scoring.window is None or seen <= scoring.window):
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=True
         )
-    mask = _sees(length, seen, scoring.window, q.device)
+    mask = _sees(length, seen, scoring.window, q.device, sees)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, scale=scoring.scale, enable_gqa=True
     )
@@ -166,6 +175,7 @@ def _scored(
     v: Tensor,
     sinks: Tensor | None,
     scoring: Scoring,
+    sees: Tensor | None,
 ) -> Tensor:
     """Compute the same as `_causal` for scores that are more than scaled products."""
     length = q.shape[2]
@@ -179,7 +189,8 @@ def _scored(
         positions = torch.arange(seen, device=q.device)
         distances = positions - positions[-length:, None]
         scores = scores + scoring.slopes.to(q)[:, None, None] * distances
-    scores = scores.masked_fill(~_sees(length, seen, scoring.window, q.device), float("-inf"))
+    mask = _sees(length, seen, scoring.window, q.device, sees)
+    scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is None:
         return scores.softmax(-1) @ v
     # A sink takes part in the softmax as one more key, and has no value.
@@ -193,10 +204,16 @@ def _sees(
     seen: int,
     window: int | None,
     device: torch.device,
+    last: Tensor | None,
 ) -> Tensor:
     """Return the keys that each query sees, bool [length, seen].
 
-    It sees itself and earlier keys in the window.
+    It sees itself and earlier keys in the window, or as many leading keys as `last` (int64
+    [length]) says.
     """
-    sees = torch.ones(length, seen, dtype=torch.bool, device=device).tril(seen - length)
+    sees = torch.ones(length, seen, dtype=torch.bool, device=device)
+    if last is None:
+        sees = sees.tril(seen - length)
+    else:
+        sees &= torch.arange(seen, device=device) < last[:, None]
     return sees if window is None else sees.triu(seen - length + 1 - window)

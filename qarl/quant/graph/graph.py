@@ -160,6 +160,8 @@ class Graph:
             )
         for module, key, weight in self._read_directly:
             module.__dict__[key] = weight.routed() if torch.is_grad_enabled() else weight.read
+        if pictures is not None and pictures.sees is not None:
+            sequences = replace(sequences, sees=pictures.sees)
         with self._stepping(_Step(sequences, experts)), self._log.one_forward():
             positions = self._positions(sequences, tokens.device, pictures)
             if pictures is None or not pictures.any:

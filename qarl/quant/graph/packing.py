@@ -35,6 +35,10 @@ class Sequences:
     """Number of leading tokens that each sequence sees and that the engine computed together, as a
     prompt; it computed later ones one by one. None: unknown. Only layers with a state depend on it.
     """
+    sees: torch.Tensor | None = None
+    """int64 [N], number of leading tokens of its sequence that each token sees; a token of a
+    picture may see later ones of the picture. None: each sees those before it and itself.
+    """
 
     @classmethod
     def apart(cls, lengths: Sequence[int]) -> "Sequences":
@@ -71,6 +75,10 @@ class PictureRows:
     """int64 [B, T, 3] or [N, 3]: each token's position in time, height and width. None if the model
     counts tokens alone.
     """
+    sees: torch.Tensor | None = None
+    """int64 [B, T] or [N]: number of leading tokens of its sequence that each token sees. None:
+    those before it and itself.
+    """
 
     @property
     def is_picture(self) -> torch.Tensor:
@@ -90,7 +98,8 @@ class PictureRows:
     def of(self, kept: torch.Tensor) -> "PictureRows":
         """Return the same for the tokens at True of `kept` (bool [B, T]), in a row."""
         positions = None if self.positions is None else self.positions[kept]
-        return PictureRows(self.rows, self.index[kept], positions)
+        sees = None if self.sees is None else self.sees[kept]
+        return PictureRows(self.rows, self.index[kept], positions, sees)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ values, D head size, R requests.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PretrainedConfig
@@ -96,6 +96,41 @@ def short_requests(start: torch.Tensor, seen: torch.Tensor, queries: int) -> Req
     )
 
 
+def separate_pictures(start: torch.Tensor, seen: torch.Tensor, sees: torch.Tensor) -> Requests:
+    """Cut sequences where a query sees later keys than itself, which then is a sequence alone.
+
+    Args:
+        start: first query of each sequence, followed by N, integer [B + 1].
+        seen: number of keys that each sequence's last query sees, integer [B].
+        sees: number of keys that each query sees, int64 [N].
+    """
+    lengths = start.diff().long()
+    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
+    # number of keys up to each query, itself included
+    before = torch.arange(1, len(sequence) + 1) + (seen.long() - lengths.cumsum(0))[sequence]
+    alone = sees > before
+    begins = alone | torch.cat([alone.new_zeros(1), alone[:-1]])
+    begins[start[:-1].long()] = True
+    first = begins.nonzero().flatten()
+    edges = torch.cat([first, first.new_tensor([len(sequence)])])
+    return Requests(edges.to(torch.int32), sees[edges[1:] - 1].to(torch.int32), sequence[first])
+
+
+def all_requests(
+    start: torch.Tensor, seen: torch.Tensor, queries: int, sees: torch.Tensor | None
+) -> Requests:
+    """Return `short_requests`, and of queries that see later keys than themselves one for each.
+
+    One query has the widest tiles of keys in every kernel, so it has the bits of a token that is
+    decoded after these keys. sees: see `separate_pictures`, or None.
+    """
+    if sees is None:
+        return short_requests(start, seen, queries)
+    parts = separate_pictures(start, seen, sees)
+    requests = short_requests(parts.start, parts.seen, queries)
+    return replace(requests, sequence=parts.sequence[requests.sequence])
+
+
 def cpu_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -104,6 +139,7 @@ def cpu_attention(
     lengths: Sequence[int],
     seen: Sequence[int],
     sinks: torch.Tensor | None = None,
+    sees: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute causal attention within each of several sequences that follow one another.
 
@@ -115,6 +151,9 @@ def cpu_attention(
         lengths: number of queries of each sequence, Σ = N; they are those of its last tokens.
         seen: number of keys of each sequence, Σ = S.
         sinks: per head [H], the score of a sink, which is no token; or None.
+        sees: number of its sequence's keys that each query sees, int64 [N]. A query that sees later
+            keys than itself must see all earlier ones, too: no window may begin after the first.
+            None: those before it and itself.
 
     Returns:
         The output [N, H, D] in q's dtype, rounded once.
@@ -124,7 +163,7 @@ def cpu_attention(
     length = torch.tensor(seen, dtype=torch.int32)
     isa = cpu_isa(q.dtype, q.shape[2])
     queries = queries_per_request(isa, q.shape[1] // k.shape[1], scoring.window)
-    requests = short_requests(torch.tensor([0, *lengths]).cumsum(0), length, queries)
+    requests = all_requests(torch.tensor([0, *lengths]).cumsum(0), length, queries, sees)
     pages = (length + _BLOCK - 1) // _BLOCK
     first = (pages.cumsum(0) - pages).to(torch.int32)
     # A token's slot is its position in k and v, shifted by its sequence: from where the sequence

@@ -1,6 +1,6 @@
 """Attention that rounds the same on every CPU, on any number of threads and in any batch.
 
-Three faults of vLLM 0.32 are worked around:
+Four faults of vLLM 0.32 are worked around:
 
 - The parts in which vLLM goes through a token's keys, and so the token's last bits, depend on
   threads and batch. Here every batch is cut into short requests (`quant.kernels.cpu_attention` says
@@ -10,13 +10,18 @@ Three faults of vLLM 0.32 are worked around:
   running maximum, before it multiplies them with the values. Without AMX it keeps them in fp32, as
   `quant.graph.attention.torch_attention` does. Here the fp32 kernel runs with AMX too. Remove this
   when an option of vLLM chooses the kernel.
+- vLLM leaves out that tokens of a picture see all of the picture, where a model was trained so
+  (Gemma 3). Here each of them is a request of its own, which sees the picture's last token. Remove
+  this when vLLM's backend for CPUs supports `mm_prefix`.
 - vLLM writes an FP8 cache by truncation (1.1 becomes 1.0), whereas GPUs round to the nearest. Here
   keys and values are rounded before they are written. Remove this when vLLM's kernel rounds.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from vllm.config import get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -28,7 +33,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from qarl.quant.kernels.cpu_attention import queries_per_request, short_requests
+from qarl.quant.kernels.cpu_attention import all_requests, queries_per_request
 from qarl.quant.materialize.fp8 import fp8_values
 
 
@@ -66,12 +71,13 @@ class ExactAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         queries = queries_per_request(
             self.isa, self.num_heads // self.num_kv_heads, self._widest_window
         )
-        if batch.max_query_len <= queries:
-            return batch
         # The tensors may be padded.
         start = batch.query_start_loc[: batch.num_reqs + 1]
         seen = batch.seq_lens[: batch.num_reqs]
-        requests = short_requests(start, seen, queries)
+        sees = _sees(start, seen, batch.mm_req_doc_ranges or {})
+        if sees is None and batch.max_query_len <= queries:
+            return batch
+        requests = all_requests(start, seen, queries, sees)
         return replace(
             batch,
             query_start_loc=requests.start,
@@ -81,6 +87,32 @@ class ExactAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             max_query_len=queries,
             block_table_tensor=batch.block_table_tensor[requests.sequence],
         )
+
+
+def _sees(
+    start: Tensor, seen: Tensor, pictures: Mapping[int, Sequence[tuple[int, int]]]
+) -> Tensor | None:
+    """Return the number of keys that each query sees, int64 [N]; None if all see those before them.
+
+    Args:
+        start: first query of each request, followed by N, integer [R + 1].
+        seen: number of keys that each request's last query sees, integer [R].
+        pictures: request → first and last token of each picture whose tokens see all of it.
+    """
+    lengths = start.diff().long()
+    request = torch.arange(len(lengths)).repeat_interleave(lengths)
+    offset = seen.long() - start[1:].long()  # position of a query in its sequence - in the batch
+    before = torch.arange(1, len(request) + 1) + offset[request]
+    sees = before.clone()
+    for number, spans in pictures.items():
+        first, end = int(start[number]), int(start[number + 1])
+        for begin, last in spans:
+            places = slice(
+                max(begin - int(offset[number]), first), min(last + 1 - int(offset[number]), end)
+            )
+            if places.start < places.stop:
+                sees[places] = last + 1
+    return None if torch.equal(sees, before) else sees
 
 
 class RoundedCacheImpl(CPUAttentionBackendImpl):
