@@ -103,9 +103,29 @@ UPSTREAM = {
         "transformers/models/smolvlm/processing_smolvlm.py",
         "        if not num2words:\n            raise ImportError(",
     ],
-    "qwen's videos need torchvision": [
+    "videos need torchvision": [
         "transformers/models/qwen2_vl/video_processing_qwen2_vl.py",
         "\nimport torchvision.transforms.v2.functional as tvF\n",
+    ],
+    "pixtral needs torchvision": [
+        "transformers/models/pixtral/processing_pixtral.py",
+        '@requires(backends=("torchvision", "torch"))',
+    ],
+    "lfm2's pixels need torchvision": [
+        "transformers/models/lfm2_vl/image_processing_lfm2_vl.py",
+        "class Lfm2VlImageProcessor(TorchvisionBackend):",
+    ],
+    "towers have a part more": [
+        "vllm/model_executor/models/clip.py",
+        'prefix=maybe_prefix(prefix, "vision_model"),',
+    ],
+    "pictures are read from left to right": [
+        "vllm/v1/attention/backends/cpu_attn.py",
+        """            dynamic_causal=dynamic_casual,
+        )
+
+        return attn_metadata
+""",
     ],
     "pixels are normalized in the tower": [
         "vllm/model_executor/layers/fusion/mm_input_norm.py",

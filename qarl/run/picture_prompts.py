@@ -15,22 +15,6 @@ from qarl.rollout.types import Pictures
 from qarl.tasks import Problem
 from qarl.tasks.base import PICTURE
 
-FAMILIES = (
-    "idefics3",
-    "qwen2_5_vl",
-    "qwen2_vl",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_vl",
-    "qwen3_vl_moe",
-    "smolvlm",
-)
-"""Model types (config.json) whose prompts can have pictures."""
-_LACKING = {
-    "gemma3": "vLLM on CPUs leaves out the attention in both directions over a picture",
-    "mistral3": "transformers makes its processor only where torchvision is installed",
-}
-"""Model type → why its prompts cannot have pictures, where that is known."""
 _MARK = "qarl"
 """Text whose loss shows that a template takes a message as parts alone."""
 
@@ -53,8 +37,8 @@ class PicturePrompts:
         self._settings = read_config(folder) if (folder / "config.json").is_file() else {}
         self._takes = "pictures" in tower_inputs(folder)
         if most:
-            self._require_family()
-        self._processor = _processor(folder, self._settings["model_type"]) if most else None
+            self._require_pictures()
+        self._processor = _processor(folder) if most else None
 
     def chat(self, problem: Problem) -> list[dict[str, Any]]:
         """Return a problem's conversation for the chat template.
@@ -108,6 +92,17 @@ class PicturePrompts:
         return Pictures(files=files, token_ids=tuple(ids))
 
     @functools.cached_property
+    def _place(self) -> int | None:
+        """The token that a prompt of text has in the place of a picture; None if unknown.
+
+        It is the processor's. Gemma 3 has others in a prompt with its pictures.
+        """
+        token = getattr(self._processor, "image_token", None)
+        if isinstance(token, str):
+            return self._tokenizer.convert_tokens_to_ids(token)
+        return self._settings.get("image_token_id", self._settings.get("image_token_index"))
+
+    @functools.cached_property
     def _needs_parts(self) -> bool:
         """Whether the template of a model with pictures drops a message that is plain text."""
         if not self._takes or self._tokenizer.chat_template is None:
@@ -122,21 +117,13 @@ class PicturePrompts:
         except Exception:  # a template may raise anything
             return False
 
-    def _require_family(self) -> None:
+    def _require_pictures(self) -> None:
         """Raise `ModelError` if the model's prompts cannot have pictures."""
         kind = self._settings.get("model_type")
-        families = ", ".join(FAMILIES)
         if not self._takes:
             raise ModelError(
                 f"rollout.pictures {self._most} with {self._folder!r}, a {kind!r}, which takes text"
-                f" alone; omit it, or take a model with pictures ({families})"
-            )
-        if kind not in FAMILIES:
-            why = _LACKING.get(str(kind), "it was never compared with pictures in its prompts")
-            raise ModelError(
-                f"rollout.pictures {self._most} with {self._folder!r}, a {kind!r}: it is trained on"
-                f" text alone, because {why}; pictures in prompts are for {families}. Omit"
-                " rollout.pictures, or take one of these"
+                " alone; omit it, or take a model with pictures (docs/guide/pictures.md)"
             )
         if self._tokenizer.chat_template is None:
             raise ModelError(
@@ -150,14 +137,14 @@ class PicturePrompts:
         if count > self._most:
             if not self._takes:
                 remedy = f"{self._folder!r} takes text alone; drop the column, or take a model"
-                remedy += f" with pictures ({', '.join(FAMILIES)})"
+                remedy += " with pictures (docs/guide/pictures.md)"
             else:
                 remedy = f"set rollout.pictures to {count} or more"
             raise ConfigError(
                 f"problem {problem.id!r} has {count} pictures, and rollout.pictures allows"
                 f" {self._most}: {remedy}"
             )
-        token = self._settings.get("image_token_id", self._settings.get("image_token_index"))
+        token = self._place
         places = sum(number == token for number in ids)
         if self._takes and token is not None and places != count:
             raise ModelError(
@@ -179,10 +166,10 @@ def _parts(content: str) -> list[dict[str, str]]:
     return parts
 
 
-def _processor(folder: Path, model_type: str) -> Any:
+def _processor(folder: Path) -> Any:
     """Load the processor of a model's folder. Raises `ModelError` if it cannot be loaded."""
     try:
-        return load_processor(folder, model_type)
+        return load_processor(folder)
     except Exception as error:  # whatever its files make transformers raise
         raise ModelError(
             f"the processor of {str(folder)!r}, which makes prompts with pictures, cannot be"

@@ -1,5 +1,6 @@
 """Prompts with pictures: log-probs against sampler and transformers, and a whole run."""
 
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ NEW = 24
 """Tokens of a completion."""
 FEW = ("idefics3", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5_moe")
 """Families of every run; the others, whose engine differs little, are in `make test-thorough`."""
+BOTH_DIRECTIONS = ("gemma3",)
+"""Families in which a picture's tokens see all of the picture."""
 DELTA_NETS = ("qwen3_5", "qwen3_5_moe")
 """Families whose layers vLLM computes in bfloat16 alone."""
 
@@ -45,9 +48,32 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
+def most_pictures(folder: Path) -> int:
+    """Return the number of pictures in a test's longest prompt."""
+    return 1 if folder_family(folder) == "llava_onevision" else 2
+
+
+def picture_token(folder: Path) -> int:
+    """Return the number of the token that transformers' model takes for a part of a picture."""
+    settings = json.loads((folder / "config.json").read_text())
+    return settings.get("image_token_id", settings.get("image_token_index"))
+
+
 def folder_family(folder: Path) -> str:
     """Return the model type of a folder's model."""
     return json.loads((folder / "config.json").read_text())["model_type"]
+
+
+@pytest.mark.parametrize("folder", ["llava_onevision"], indirect=True)
+def test_several_pictures_that_vllm_arranges_otherwise_are_refused(folder: Path, tmp_path: Path):
+    """Contract: transformers leaves out the tiles of LLaVA-OneVision's pictures if there are
+    several in a prompt, and vLLM does not.
+    """
+    model = make_model(folder, "bf16")
+    engine = start_engine(model, folder, tmp_path / "start", pictures=2, max_prompt_tokens=512)
+    with pytest.raises(EngineError, match=r"with 2 pictures, .*: set rollout.pictures to 1"):
+        engine.generate(prompts_of(folder, (2,), seed=0), Sampling(1, 4))
+    engine.close()
 
 
 def prompts_of(folder: Path, numbers: tuple[int, ...], seed: int) -> list[Prompt]:
@@ -98,28 +124,32 @@ def test_sampled_tokens_have_the_learners_log_probs_to_the_last_bit(folder: Path
     engine = start_engine(
         model, folder, tmp_path / "start", pictures=2, max_prompt_tokens=512, max_new_tokens=NEW
     )
+    most = most_pictures(folder)
     encoded: list[int] = []
     tower = engine._tower
     assert tower is not None
     encode = tower._encode
 
     def spy(**arguments: Any) -> Any:
-        sizes = "num_patches" if "num_patches" in arguments else "image_grid_thw"
-        encoded.append(len(arguments[sizes]))
-        return encode(**arguments)
+        outputs = encode(**arguments)
+        encoded.append(len(outputs))
+        return outputs
 
     tower._encode = spy
-    prompts = prompts_of(folder, (1, 2, 0, 1), seed=0)
+    prompts = prompts_of(folder, (1, most, 0, 1), seed=0)
     batch = sampled(engine, prompts, 3, seed=0)
-    assert encoded == [1] * 4, "every picture once, and alone"
+    assert encoded == [1] * (2 + most), "every picture once, and alone"
     for packed in (None, batch.packed(), batch.packed(share_prompts=True)):
         assert not differences(model, batch, packed).any()
     rows = batch.rows(torch.tensor([10, 4, 0]))
     assert not differences(model, rows, rows.packed()).any()
     # values that pictures, or their places on three axes, do not reach would pass all this
-    assert differences(model, without(batch, "rows", "index", "positions")).mean() > 0.1
+    assert differences(model, without(batch, "rows", "index", "positions", "sees")).mean() > 0.1
     if batch.picture_positions is not None:
         assert differences(model, without(batch, "positions")).mean() > 0.01
+    assert (batch.picture_sees is not None) == (folder_family(folder) in BOTH_DIRECTIONS)
+    if batch.picture_sees is not None:
+        assert differences(model, without(batch, "sees")).mean() > 0.01
 
     disturb(model, 1)
     model.refresh()
@@ -157,14 +187,14 @@ def test_the_engine_and_transformers_see_the_same_pictures(folder: Path, tmp_pat
         max_new_tokens=NEW,
     )
     # 4 × 4 tokens, 3 × 3 and 4 × 4 of Qwen's
-    prompts = prompts_of(folder, (1, 2), seed=5)
+    prompts = prompts_of(folder, (1, most_pictures(folder)), seed=5)
     batch = sampled(engine, prompts, 1, seed=0)
     engine.close()
     whole, processor = whole_model(folder)
     for row, prompt in enumerate(prompts):
         tokens = batch.tokens[row, : batch.length[row]][None]
         # transformers takes a sampled token for pictures for another picture
-        later = (tokens[0] == processor.image_token_id).nonzero().flatten()
+        later = (tokens[0] == picture_token(folder)).nonzero().flatten()
         later = later[later >= len(prompt.token_ids)].tolist()
         tokens = tokens[:, : min(later, default=tokens.shape[1])]
         assert tokens.shape[1] > len(prompt.token_ids) + 2
@@ -192,7 +222,9 @@ def test_delta_nets_see_the_pictures_where_transformers_do(folder: Path, tmp_pat
         tokens = torch.tensor(prompt.token_ids)
         expected = whole_logits(whole, processor, prompt, tokens[None])
         with torch.no_grad():
-            outputs = whole.model.get_image_features(**pixels_of(processor, prompt))
+            inputs = whole_inputs(processor, prompt)
+            pixels = {name: inputs[name] for name in ("pixel_values", "image_grid_thw")}
+            outputs = whole.model.get_image_features(**pixels)
         rows = torch.cat(list(outputs.pooler_output))
         torch.testing.assert_close(pictures.rows.float(), rows, rtol=0, atol=0.05)
         index = torch.full_like(tokens, -1)
@@ -210,24 +242,33 @@ def test_delta_nets_see_the_pictures_where_transformers_do(folder: Path, tmp_pat
 def whole_model(folder: Path) -> tuple[Any, Any]:
     """Return transformers' whole model in float32, and the processor."""
     loader: Any = AutoModelForImageTextToText
-    whole = loader.from_pretrained(folder, dtype=torch.float32)
-    return whole, load_processor(folder, whole.config.model_type)
+    return loader.from_pretrained(folder, dtype=torch.float32).eval(), load_processor(folder)
 
 
-def pixels_of(processor: Any, prompt: Prompt) -> dict[str, Any]:
-    """Return the tower's arguments for a prompt's pictures."""
+def whole_inputs(processor: Any, prompt: Prompt) -> dict[str, torch.Tensor]:
+    """Return the whole model's arguments for a prompt, as the processor makes them."""
     assert prompt.pictures is not None
     pictures = [open_picture(file) for file in prompt.pictures.files]
-    return dict(processor.image_processor([pictures], return_tensors="pt"))
+    text = processor.tokenizer.decode(list(prompt.pictures.token_ids))
+    types = {"return_mm_token_type_ids": True}
+    inputs = processor(text=[text], images=[pictures], return_tensors="pt", text_kwargs=types)
+    assert tuple(inputs["input_ids"][0].tolist()) == prompt.token_ids
+    return dict(inputs)
 
 
 def whole_logits(whole: Any, processor: Any, prompt: Prompt, tokens: torch.Tensor) -> torch.Tensor:
     """Return transformers' logits [T, V] of tokens [1, T] that begin with a prompt's."""
-    pixels = pixels_of(processor, prompt)
-    if "image_grid_thw" in pixels:
-        pixels["mm_token_type_ids"] = (tokens == processor.image_token_id).int()
+    inputs = whole_inputs(processor, prompt)
+    for name in ("input_ids", "attention_mask"):
+        del inputs[name]
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in inputs:  # sampled tokens are text
+            kinds = inputs[name]
+            inputs[name] = torch.nn.functional.pad(kinds, (0, tokens.shape[1] - kinds.shape[1]))
+    names = inspect.signature(whole.forward).parameters
+    inputs = {name: value for name, value in inputs.items() if name in names}
     with torch.no_grad():
-        return whole(input_ids=tokens, **pixels).logits[0]
+        return whole(input_ids=tokens, **inputs).logits[0]
 
 
 @pytest.mark.parametrize("folder", ["idefics3"], indirect=True)

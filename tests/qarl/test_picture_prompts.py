@@ -1,6 +1,5 @@
 """Prompts with pictures by a model folder's processor, and what is refused before a run begins."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -110,18 +109,12 @@ def test_other_numbers_of_pictures_than_places_or_allowed_are_refused(
 
 def test_models_that_take_no_pictures_are_refused_by_name(folder: Path, tmp_path: Path):
     text = ensure_tiny("tiny-qwen3")
-    with pytest.raises(ModelError, match=r"a 'qwen3', which takes text alone.*idefics3"):
+    with pytest.raises(ModelError, match=r"a 'qwen3', which takes text alone.*pictures\.md"):
         prompter(text)
     with pytest.raises(ConfigError, match="takes text alone; drop the column, or take a model"):
         prompter(text, pictures=0).prompt(problem(1))
     for file in folder.iterdir():
         (tmp_path / file.name).symlink_to(file)
-    settings = json.loads((folder / "config.json").read_text())
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text(json.dumps({**settings, "model_type": "mistral3"}))
-    with pytest.raises(ModelError, match=r"a 'mistral3': .* text alone, because .*torchvision"):
-        prompter(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(settings))
     (tmp_path / "processor_config.json").unlink()
     (tmp_path / "processor_config.json").write_text("{")
     with pytest.raises(ModelError, match=r"the processor of .* cannot be loaded"):

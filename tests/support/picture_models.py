@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -33,6 +34,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from qarl.embedded.recipe import ensure_tiny
+from tests.support.picture_families import FAMILIES, PATCH, TILE, PictureFamily
 from tests.support.tensors import seeded
 
 TEMPLATE = (
@@ -44,9 +46,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """Chat template that writes the model's token for each picture."""
-TILE = 56
-"""Width and height of what the tower encodes at once; larger pictures are cut into several."""
-PATCH = 14
 _IDEFICS: dict[str, tuple[Any, Any, Any]] = {
     "idefics3": (Idefics3Config, Idefics3ForConditionalGeneration, Idefics3ImageProcessorPil),
     "smolvlm": (SmolVLMConfig, SmolVLMForConditionalGeneration, SmolVLMImageProcessorPil),
@@ -61,7 +60,7 @@ _QWEN: dict[str, tuple[Any, Any]] = {
     "qwen3_5_moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
 }
 """Model type → classes of its configuration and its model."""
-PICTURE_FAMILIES = (*_IDEFICS, *_QWEN)
+PICTURE_FAMILIES = (*_IDEFICS, *_QWEN, *FAMILIES)
 """Model types that `write_picture_model` writes."""
 _QWEN_PICTURE = "<|vision_start|><|image_pad|><|vision_end|>"
 _MOE = "_moe"
@@ -147,6 +146,9 @@ def write_picture_model(
     if family in _IDEFICS:
         tokenizer.chat_template = template
         model = _write_idefics(folder, family, tokenizer, text, longest)
+    elif family in FAMILIES:
+        tokenizer.chat_template = template.replace("<image>", FAMILIES[family].picture)
+        model = _write_published(folder, FAMILIES[family], tokenizer, text)
     else:
         tokenizer.chat_template = template.replace("<image>", _QWEN_PICTURE)
         model = _write_qwen(folder, family, tokenizer, text, longest)
@@ -158,7 +160,9 @@ def write_picture_model(
                 parameter.copy_(noise * parameter[0].numel() ** -0.5)
             else:
                 parameter.add_(0.1 * noise)
-        model.lm_head.weight.mul_(3)  # distributions with peaks, at which mismatch shows
+        model.get_output_embeddings().weight.mul_(
+            3
+        )  # distributions with peaks, at which mismatch shows
     model.save_pretrained(folder)
     if family == "qwen3_vl_moe":
         transpose_stacks(folder)
@@ -260,6 +264,35 @@ def _write_qwen(
         tie_word_embeddings=False,
     )
     return model_class(config).float()
+
+
+def _write_published(
+    folder: Path, family: PictureFamily, tokenizer: Any, text: dict[str, Any]
+) -> Any:
+    """Write the processor of a model with the files of those that are published, and return the
+    model in fp32.
+    """
+    names = list(dict.fromkeys((*family.tokens.values(), *family.named.values())))
+    tokenizer.add_special_tokens({"additional_special_tokens": names})
+    tokenizer.save_pretrained(folder)
+    if family.named:
+        file = folder / "tokenizer_config.json"
+        settings = json.loads(file.read_text())
+        settings["extra_special_tokens"] = family.named
+        file.write_text(json.dumps(settings))
+    (folder / "preprocessor_config.json").write_text(json.dumps(family.pixels))
+    (folder / "processor_config.json").write_text(json.dumps(family.processor))
+    numbers = {
+        key: tokenizer.convert_tokens_to_ids(token)
+        for key, token in family.tokens.items()
+        if not key.startswith("_")
+    }
+    config = getattr(transformers, family.config)(
+        text_config={**text, **family.text},
+        vision_config=family.vision,
+        **{"tie_word_embeddings": False, **numbers, **family.whole},
+    )
+    return getattr(transformers, family.model)(config).float()
 
 
 def encoded(picture: Any, form: str = "PNG") -> bytes:

@@ -7,24 +7,32 @@ last bits. Here it encodes every picture alone, so that its output depends on th
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.clip import CLIPVisionModel
 from vllm.model_executor.models.interfaces import supports_mrope
+from vllm.model_executor.models.lfm2_siglip2 import Siglip2Model
+from vllm.model_executor.models.siglip import SiglipVisionModel
+from vllm.model_executor.models.utils import AutoWeightsLoader
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.multimodal.processing.context import InputProcessingContext
 from vllm.multimodal.utils import group_and_batch_mm_kwargs
 from vllm.renderers.inputs.preprocess import parse_model_prompt
+from vllm.transformers_utils import processor
 from vllm.v1.worker import gpu_model_runner
 
 from qarl.rollout.engine import EngineError
-from qarl.rollout.picture_processors import OWN_PROCESSORS
+from qarl.rollout.picture_processors import NoVideos, own_class, without_videos
 from qarl.rollout.pictures import open_picture
 from qarl.rollout.types import EmbeddedPictures, Prompt
 
 _PICTURES = "image"
 """vLLM's name of this kind of input."""
+_PART = "vision_model."
+"""Beginning of a published tower's names."""
 _CACHE_GIB = 0.25
 """Size of vLLM's cache of preprocessed pictures, which the samples of a prompt share."""
 
@@ -35,7 +43,8 @@ def picture_arguments(most: int) -> dict[str, Any]:
     vLLM would encode the largest picture at its start to see how much memory that takes. The cache
     has a size in bytes, so nothing depends on it.
     """
-    _load_processors_of_ours()
+    _load_processors_without_videos()
+    _load_flat_towers()
     return {
         "limit_mm_per_prompt": {_PICTURES: most, "video": 0},
         "mm_device_do_normalize": False,
@@ -54,24 +63,56 @@ def picture_input(prompt: Prompt) -> dict[str, Any]:
     }
 
 
-def _load_processors_of_ours() -> None:
+def _load_processors_without_videos() -> None:
     """Make vLLM load the processors that `load_processor` loads. Idempotent.
 
-    vLLM 0.32 asks for transformers' classes by name. Remove this when these can be made without
-    torchvision and num2words.
+    vLLM 0.32 asks for transformers' classes by name. Remove this with `without_videos`.
     """
     context: Any = InputProcessingContext
     load = vars(context).get("get_hf_processor")
     assert load is not None, "vLLM no longer loads processors there"
-    if getattr(load, "has_ours", False):
+    if getattr(load, "without_videos", False):
         return
 
     @functools.wraps(load)
-    def load_ours(self: Any, kind: Any = None, /, **more: Any) -> Any:
-        return load(self, OWN_PROCESSORS.get(self.model_config.hf_config.model_type, kind), **more)
+    def load_without_videos(self: Any, kind: Any = None, /, **more: Any) -> Any:
+        with without_videos():
+            return load(self, own_class(kind), **more)
 
-    load_ours.has_ours = True  # type: ignore[attr-defined]
-    context.get_hf_processor = load_ours
+    load_without_videos.without_videos = True  # type: ignore[attr-defined]
+    context.get_hf_processor = load_without_videos
+    # InternVL's part for videos is loaded apart
+    assert hasattr(processor, "cached_get_video_processor"), "vLLM no longer loads videos' there"
+    loaders: Any = processor
+    loaders.AutoVideoProcessor = NoVideos
+    loaders.cached_get_video_processor = NoVideos.from_pretrained
+
+
+def _load_flat_towers() -> None:
+    """Make vLLM load CLIP's and SigLIP's towers by the names that transformers 5.19 writes, too.
+
+    Published files have "vision_model." before them. vLLM 0.32 knows these names alone. Idempotent.
+    Remove this when it knows both.
+    """
+    kinds: tuple[Any, ...] = (CLIPVisionModel, SiglipVisionModel, Siglip2Model)
+    for kind in kinds:
+        load = vars(kind).get("load_weights", _load_all)
+        if not hasattr(load, "__wrapped__"):
+            kind.load_weights = _by_either_names(load)
+
+
+def _load_all(tower: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    return AutoWeightsLoader(tower).load_weights(weights)
+
+
+def _by_either_names(load: Any) -> Any:
+    """Return a tower's loader that takes names with and without "vision_model." before them."""
+
+    @functools.wraps(load)
+    def load_either(tower: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        return load(tower, ((_PART + name.removeprefix(_PART), tensor) for name, tensor in weights))
+
+    return load_either
 
 
 class Tower:
@@ -111,11 +152,18 @@ class Tower:
         (rendered,) = self._llm.renderer.render_cmpl([parsed], skip_mm_cache=True)
         tokens = tuple(rendered["prompt_token_ids"])
         if tokens != prompt.token_ids:
+            assert prompt.pictures is not None
+            count = len(prompt.pictures.files)
+            remedy = (
+                "the processor's files (preprocessor_config.json, processor_config.json) contradict"
+                " config.json: copy the model again"
+                if count == 1
+                else "vLLM may take each for the only one, as it does for LLaVA-OneVision: set"
+                " rollout.pictures to 1"
+            )
             raise EngineError(
-                f"vLLM makes {len(tokens)} tokens of prompt {prompt.id!r} with its pictures, and"
-                f" the model folder's processor {len(prompt.token_ids)} or others; the processor's"
-                " files (preprocessor_config.json, processor_config.json) contradict config.json:"
-                " copy the model again"
+                f"vLLM makes {len(tokens)} tokens of prompt {prompt.id!r} with {count} pictures,"
+                f" and the model folder's processor {len(prompt.token_ids)} or others; {remedy}"
             )
         spans = rendered["mm_placeholders"][_PICTURES]
         kwargs = rendered["mm_kwargs"][_PICTURES]
@@ -136,7 +184,37 @@ class Tower:
             rows=torch.cat(rows).clone(),
             places=torch.cat(places),
             positions=self._positions(tokens, spans, kwargs),
+            sees=self._sees(prompt, spans),
         )
+
+    def _sees(self, prompt: Prompt, spans: Sequence[Any]) -> torch.Tensor | None:
+        """Return the number of leading tokens that each token of a prompt sees, int64 [T]; None if
+        the model's tokens see those before them and themselves.
+
+        Raises `EngineError` if a picture ends where the window of a layer is no longer at the
+        prompt's beginning, because the kernel would leave out keys that the picture's tokens see.
+        """
+        if not self._runner.is_mm_prefix_lm:
+            return None
+        sees = torch.arange(1, len(prompt.token_ids) + 1)
+        end = 0
+        for span in spans:
+            for first, last in span.extract_embeds_range():
+                sees[first : last + 1] = last + 1
+                end = max(end, last + 1)
+        windows = [
+            module.sliding_window
+            for module in self._runner.model.modules()
+            if isinstance(module, Attention) and module.sliding_window
+        ]
+        if windows and end > min(windows):
+            raise EngineError(
+                f"the last picture of prompt {prompt.id!r} ends at its token {end}, and layers of"
+                f" this model have windows of {min(windows)} tokens, within which its pictures must"
+                f" end; ask with fewer or smaller pictures, or set rollout.max_prompt_tokens to"
+                f" {min(windows)}"
+            )
+        return sees
 
     def _positions(
         self, tokens: Sequence[int], spans: Sequence[Any], kwargs: Sequence[Any]

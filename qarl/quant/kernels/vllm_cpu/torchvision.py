@@ -17,6 +17,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from transformers.utils.import_utils import is_torchvision_available
+
 _TRANSFORMS = "torchvision.transforms"
 _V2 = f"{_TRANSFORMS}.v2"
 _NAMES = (
@@ -59,18 +61,15 @@ def stand_in_for_torchvision() -> None:
     Does nothing if torchvision is installed; idempotent. Elsewhere `import torchvision` fails as
     before, and transformers takes it for missing.
     """
-    from transformers.utils.import_utils import is_torchvision_available
     from vllm.model_executor.models.registry import _LazyRegisteredModel
 
     load = _LazyRegisteredModel.load_model_cls
-    installed = "torchvision" not in sys.modules and importlib.util.find_spec("torchvision")
-    if installed or getattr(load, "has_torchvision", False):
+    if getattr(load, "has_torchvision", False):
         return
-    is_torchvision_available()  # remembers the answer
 
     @functools.wraps(load)
     def load_beside_torchvision(self: Any) -> Any:
-        with _torchvision():
+        with beside_torchvision():
             return load(self)
 
     load_beside_torchvision.has_torchvision = True  # type: ignore[attr-defined]
@@ -78,11 +77,12 @@ def stand_in_for_torchvision() -> None:
 
 
 @contextmanager
-def _torchvision() -> Iterator[None]:
-    """Provide modules of torchvision's names within this context."""
-    if "torchvision" in sys.modules:
+def beside_torchvision() -> Iterator[None]:
+    """Provide modules of torchvision's names within this context, if it is not installed."""
+    if "torchvision" in sys.modules or importlib.util.find_spec("torchvision"):
         yield
         return
+    is_torchvision_available()  # remembers the answer
     modules: dict[str, Any] = {}
     for name in _NAMES:
         modules[name] = module = _Functions(name)
