@@ -34,7 +34,7 @@ def train(start: RunStart, dashboard: Dashboard, send: SendMetrics = send_nowher
     config = start.config
     folder = start.folder
     policy, position, digests = open_run(start)
-    with open_session(config, folder, policy) as session:
+    with open_session(config, folder, policy, position.version > 0) as session:
         trained = [*session.describe(), *describe_training(policy, config)]
         materializers = policy.model.materializers()
         dashboard.audited(session.audited, materializers, policy.learner.scorer.packed, trained)

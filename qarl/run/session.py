@@ -22,6 +22,8 @@ from qarl.report.startup import phase
 from qarl.rollout.absent import AbsentEngine
 from qarl.rollout.engine import SamplingEngine
 from qarl.rollout.open import open_engine
+from qarl.rollout.types import Sampling
+from qarl.run.picture_check import PictureCheck, check_pictures, require_right_pictures
 from qarl.run.policy import TrainingPolicy, free_uncached
 from qarl.sync.audit import (
     AuditRow,
@@ -39,6 +41,8 @@ _UNCACHED = (
     "rollout.prefix_caching is off here: this model has layers with a state (delta nets, Mamba or"
     " convolutions), and vLLM caches states only with chunked prefill, which rounds differently"
 )
+_FIRST_PROBLEMS = 64
+"""Number of the first problems among which one with pictures is looked for."""
 CANARY_SEQUENCES = 8
 """Number of fixed sequences whose log-probs are compared after a publish."""
 
@@ -82,6 +86,10 @@ class Connection:
     """Comparison of vLLM's operators with transformers', None if the learner does not use them."""
     uncached: bool = False
     """Whether the engine caches no prompts although `rollout.prefix_caching` is true."""
+    picture_check: PictureCheck | None = None
+    """Comparison of a prompt with pictures with transformers', None if prompts are text or the
+    masters were trained already.
+    """
 
     def describe(self) -> list[str]:
         """Return lines on the learner's layers, the tests of kernels and operators, the cache."""
@@ -90,6 +98,8 @@ class Connection:
             lines.append(str(self.row_check))
         if self.operator_check is not None:
             lines.append(str(self.operator_check))
+        if self.picture_check is not None:
+            lines.append(str(self.picture_check))
         if self.uncached:
             lines.append(_UNCACHED)
         return lines
@@ -105,8 +115,13 @@ class Session(Connection):
 
 
 @contextmanager
-def open_session(config: RunConfig, folder: RunFolder, policy: TrainingPolicy) -> Iterator[Session]:
+def open_session(
+    config: RunConfig, folder: RunFolder, policy: TrainingPolicy, trained: bool = False
+) -> Iterator[Session]:
     """Start the engine on the policy's present tensors and audit it; close it after the `with`.
+
+    trained: whether the masters differ from those in the model's folder. Pictures are compared with
+    transformers' (`check_pictures`) only if they do not.
 
     A replay (`from_rollouts`) has no engine: nothing is audited, and a published version is
     digested and dropped. Raises `AuditError` if learner and engine disagree about a layer.
@@ -124,11 +139,32 @@ def open_session(config: RunConfig, folder: RunFolder, policy: TrainingPolicy) -
         sequences=sequences,
         processes=policy.processes,
     ) as connection:
+        if config.rollout.pictures and not trained:
+            connection.picture_check = _checked_pictures(policy, connection.engine, config.seed)
         yield Session(
             policy=policy,
             gate=gate_of(config, policy.model, connection.row_check),
             **vars(connection),
         )
+
+
+def _checked_pictures(
+    policy: TrainingPolicy, engine: SamplingEngine, seed: int
+) -> PictureCheck | None:
+    """Compare the first prompt with pictures with transformers'; None if the first are all text.
+
+    Raises `AuditError` if they differ.
+    """
+    problems = policy.task.problems("train", 0, _FIRST_PROBLEMS, seed)
+    problem = next((problem for problem in problems if problem.pictures), None)
+    if problem is None:
+        return None
+    prompt = policy.prompter.prompt(problem)
+    ((answer,),) = engine.generate([prompt], Sampling(1, 1, seed=0))
+    assert answer.pictures is not None
+    checked = check_pictures(policy.model, policy.folder, prompt, answer.pictures)
+    require_right_pictures(checked)
+    return checked
 
 
 def _replay_session(config: RunConfig, policy: TrainingPolicy) -> Session:

@@ -131,7 +131,7 @@ def check_operators(model: LowBitModel, sequences: Sequence[Sequence[int]]) -> O
     rounding = _mean_difference(rerounded.logprobs, ours.logprobs)
     return OperatorCheck(
         difference=_mean_difference(ours.logprobs, theirs.logprobs),
-        bound=_bound(rounding),
+        bound=most_of_rounding(rounding),
         tokens=len(ours.logprobs),
         diverges_in=_first_divergence(ours, rerounded, theirs),
         left_out=left_out,
@@ -163,14 +163,14 @@ def _first_divergence(ours: _Trace, rerounded: _Trace, theirs: _Trace) -> str:
         if not pairs:
             continue
         difference, rounding = min(pairs)
-        bound = _bound(rounding)
+        bound = most_of_rounding(rounding)
         if not difference <= bound:
             name = f"decoder layer {number - 1}" if number else "the embeddings"
             return f"{name}, whose output differs by {difference:.1e} of its size ({bound:.1e})"
     return "the last norm or the output head"
 
 
-def _bound(rounding: float) -> float:
+def most_of_rounding(rounding: float) -> float:
     """Return the largest difference taken for rounding, of what other roundings change."""
     return max(TIMES_ROUNDING * rounding, _SMALLEST)
 

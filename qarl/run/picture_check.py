@@ -1,0 +1,201 @@
+"""Independent check of prompts with pictures: the engine's inputs and model against transformers'.
+
+Learner and engine share what the tower made of a picture, where it stands, at which positions, and
+which tokens see which, so that equal log-probs hide what both get wrong. Before a run, one prompt
+with pictures therefore goes through transformers' whole model in float32. Two things must agree
+with it: what the engine's tower made of the pictures, up to the rounding of its dtype, and the
+language model's log-probs of the prompt, up to rounding, if it is given transformers' output of the
+tower. Both models' last hidden states go through one output head, which the comparison of text
+(`quant.model.operator_check`) covers: transformers' Cohere 2 Vision leaves out the scale of logits.
+
+Blind spots: what other pictures show, such as those of other sizes; what only more pictures in one
+prompt show.
+
+Axes: T tokens of the prompt, P of them in the places of pictures, C hidden columns.
+"""
+
+import gc
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText
+
+from qarl.configs.words import error_text
+from qarl.quant.graph.packing import PictureRows, Sequences
+from qarl.quant.model.low_bit_model import LowBitModel
+from qarl.quant.model.operator_check import most_of_rounding
+from qarl.rollout.picture_processors import load_processor
+from qarl.rollout.pictures import open_picture
+from qarl.rollout.types import EmbeddedPictures, Prompt
+from qarl.sync.audit import AuditError
+
+_SEED = 71
+"""Seed of the random changes to products."""
+_TOWER_BOUND = 0.1
+"""Largest difference of two towers' outputs in 16 bits and float32, relative to their size."""
+
+
+@dataclass(frozen=True)
+class PictureCheck:
+    """Result of the comparison."""
+
+    difference: float
+    """Mean |Δ log p| of the engine's and transformers' language model, in nats a token."""
+    bound: float
+    """Largest mean |Δ log p| that rounding explains, in nats a token."""
+    tower: float
+    """Difference of the towers' outputs, relative to their size."""
+    tokens: int
+    """Number of the prompt's tokens."""
+    unknown: str = ""
+    """Reason why nothing was compared, or ""."""
+
+    @property
+    def wrong(self) -> bool:
+        """Return whether the two differ by more than rounding explains."""
+        # A NaN is wrong, too.
+        agrees = self.difference <= self.bound and self.tower <= _TOWER_BOUND
+        return not self.unknown and not agrees
+
+    def __str__(self) -> str:
+        if self.unknown:
+            return f"pictures were not compared with transformers': {self.unknown}"
+        return (
+            f"pictures {'differ from' if self.wrong else 'agree with'} transformers': what the"
+            f" tower made of them by {self.tower:.1e} of its size (up to {_TOWER_BOUND:.0e}), the"
+            f" log-probs of {self.tokens} tokens by {self.difference:.1e} nats a token in float32"
+            f" (rounding explains up to {self.bound:.1e})"
+        )
+
+
+def require_right_pictures(checked: PictureCheck) -> None:
+    """Raise `AuditError` if the engine sees other pictures than transformers' model."""
+    if checked.wrong:
+        raise AuditError(
+            f"{checked}. The engine, which samples, would see other pictures than the checkpoint's"
+            " own model, and the learner with it. Look whether config.json and"
+            " preprocessor_config.json are those of the model's publisher, train on text alone"
+            " (rollout.pictures 0), or take another model, and report this one"
+        )
+
+
+@torch.no_grad()
+def check_pictures(
+    model: LowBitModel, folder: Path, prompt: Prompt, pictures: EmbeddedPictures
+) -> PictureCheck:
+    """Compare the engine's pictures, and its model of a prompt with them, with transformers'.
+
+    transformers' whole model is loaded in float32 and freed again.
+
+    Args:
+        model: has the masters of the folder, before any update.
+        folder: the model's folder.
+        prompt: with pictures.
+        pictures: what the engine made of them.
+    """
+    try:
+        hidden, embedded = _whole_outputs(folder, prompt, pictures)
+    except Exception as error:  # transformers' classes may raise anything
+        words = f"{type(error).__name__}: {error_text(error)}".partition("\n")[0]
+        reason = f"its whole model cannot be run ({words})"
+        return PictureCheck(difference=0.0, bound=0.0, tower=0.0, tokens=0, unknown=reason)
+    gc.collect()
+    actual, rerounded, expected = _all_logprobs(model, prompt, pictures, embedded, hidden)
+    rounding = float((rerounded - actual).abs().mean())
+    ours = pictures.rows.float().cpu()
+    return PictureCheck(
+        difference=float((actual - expected).abs().mean()),
+        bound=most_of_rounding(rounding),
+        tower=float((ours - embedded).norm() / embedded.norm().clamp_min(1e-30)),
+        tokens=len(prompt.token_ids),
+    )
+
+
+def _all_logprobs(
+    model: LowBitModel, prompt: Prompt, pictures: EmbeddedPictures, rows: Tensor, hidden: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return fp32 log-probs [T - 1] of a prompt by vLLM's language model, by it with other
+    roundings, and by transformers'.
+
+    Args:
+        model: see `check_pictures`.
+        prompt: see `check_pictures`.
+        pictures: see `check_pictures`.
+        rows: what transformers' tower made of the pictures, fp32 [P, C] or more columns.
+        hidden: transformers' last hidden states, fp32 [T, C].
+    """
+    rows = rows.to(model.device)
+    tokens = torch.tensor(prompt.token_ids, device=model.device)
+    index = torch.full_like(tokens, -1)
+    index[pictures.places] = torch.arange(len(rows), device=model.device)
+    in_row = PictureRows(rows, index, pictures.positions, pictures.sees)
+    length = (len(tokens),)
+    sequences = Sequences(length, length, None, length)
+
+    def ours(graph: Any) -> Tensor:
+        output = graph.hidden(tokens, sequences, pictures=in_row)
+        return _logprobs(graph.logits(output).float(), prompt.token_ids)
+
+    with model.fp32_graph() as graph:
+        theirs = graph.logits(hidden.to(model.device)).float()
+        actual = ours(graph)
+        with model.context.other_roundings(_SEED):
+            rerounded = ours(graph)
+    return actual, rerounded, _logprobs(theirs, prompt.token_ids)
+
+
+def _whole_outputs(
+    folder: Path, prompt: Prompt, pictures: EmbeddedPictures
+) -> tuple[Tensor, Tensor]:
+    """Return transformers' last hidden states of a prompt, fp32 [T, C], and what its tower made of
+    the pictures, [P, C] or more columns (deepstack).
+    """
+    loader: Any = AutoModelForImageTextToText
+    whole = loader.from_pretrained(folder, dtype=torch.float32).eval()
+    seen: dict[str, Any] = {}
+
+    def look(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        seen.update(kwargs, output=output)
+
+    whole.get_decoder().register_forward_hook(look, with_kwargs=True)
+    whole(**whole_inputs(whole, load_processor(folder), prompt))
+    deeper = seen.get("deepstack_visual_embeds") or ()
+    rows = torch.cat([seen["inputs_embeds"][0, pictures.places], *deeper], -1)
+    return seen["output"].last_hidden_state[0], rows
+
+
+def whole_inputs(whole: Any, processor: Any, prompt: Prompt) -> dict[str, Tensor]:
+    """Return the arguments of transformers' whole model for a prompt with pictures.
+
+    Raises `ValueError` if its processor makes other tokens of the prompt's text.
+    """
+    assert prompt.pictures is not None
+    pictures = [open_picture(file) for file in prompt.pictures.files]
+    text = processor.tokenizer.decode(list(prompt.pictures.token_ids))
+    inputs = processor(
+        text=[text],
+        images=[pictures],
+        return_tensors="pt",
+        add_special_tokens=False,
+        text_kwargs={"return_mm_token_type_ids": True},
+    )
+    _require_same(inputs.pop("input_ids")[0].tolist(), prompt.token_ids)
+    names = inspect.signature(whole.forward).parameters
+    chosen = {name: value for name, value in inputs.items() if name in names}
+    return {**chosen, "input_ids": torch.tensor([prompt.token_ids])}
+
+
+def _require_same(tokens: Sequence[int], expected: Sequence[int]) -> None:
+    if tuple(tokens) != tuple(expected):
+        raise ValueError(f"its processor makes {len(tokens)} tokens of {len(expected)}, or others")
+
+
+def _logprobs(logits: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Return log-probs of a prompt's tokens but the first: logits [T, V] → [T - 1]."""
+    following = torch.tensor(tokens[1:], device=logits.device)
+    return logits[:-1].log_softmax(-1).gather(-1, following[:, None])[:, 0].cpu()
