@@ -71,7 +71,7 @@ def measure(
         assert operators is not None
         rollout = RolloutConfig(max_prompt_tokens=16, max_new_tokens=tokens)
         with engine_of(model, folder, rollout, dtype) as engine:
-            _publish_another(model, engine, drawn)
+            publish_another(model, engine, drawn)
             completions = engine.generate(prompts, Sampling(1, tokens, seed=0))
             pairs = zip(prompts, completions, strict=True)
             groups = [Group(prompt, tuple(answers), (1.0,)) for prompt, answers in pairs]
@@ -88,7 +88,7 @@ def measure(
         trained = [n for n, master in model.masters.items() if master.requires_grad]
         missing = [n for n in trained if n not in gradients or not gradients[n].any()]
         expected, plain = _reference(model, reference, batch)
-        cosine, error = _compare(gradients, expected)
+        cosine, error = compare(gradients, expected)
         return {
             "family": name,
             "scheme": scheme,
@@ -105,7 +105,7 @@ def measure(
         }
 
 
-def _publish_another(model: LowBitModel, engine: Any, sequences: list[list[int]]) -> None:
+def publish_another(model: LowBitModel, engine: Any, sequences: list[list[int]]) -> None:
     """Audit the engine, move all masters a little, and publish them."""
     require_agreement(audit(model.layer_reports(), engine.layer_reports(), same_kernels=True))
     with torch.no_grad():
@@ -121,7 +121,8 @@ def _scores(model: Any, batch: Batch) -> torch.Tensor:
     )[0]
 
 
-def _weights(batch: Batch) -> torch.Tensor:
+def weights_of_loss(batch: Batch) -> torch.Tensor:
+    """Return the weight of each sampled token's log-prob in the loss, fp32 [B, T-1]."""
     return (
         torch.linspace(-1, 1, batch.response_mask.numel()).view_as(batch.response_mask)
         * batch.response_mask
@@ -129,7 +130,7 @@ def _weights(batch: Batch) -> torch.Tensor:
 
 
 def _gradients(model: LowBitModel, batch: Batch) -> dict[str, torch.Tensor]:
-    (_scores(model, batch) * _weights(batch)).sum().backward()
+    (_scores(model, batch) * weights_of_loss(batch)).sum().backward()
     return {n: p.grad for n, p in model.masters.items() if p.grad is not None}
 
 
@@ -155,7 +156,7 @@ def _reference(
     logits = reference(input_ids=batch.tokens, use_cache=False).logits[:, :-1].float()
     next_tokens = batch.tokens[:, 1:, None]
     logp = logits.log_softmax(-1).gather(-1, next_tokens)[..., 0]
-    (logp * _weights(batch)).sum().backward()
+    (logp * weights_of_loss(batch)).sum().backward()
     off = measure_mismatch(
         logp.detach() * batch.response_mask, batch.sampler_logprobs, batch.response_mask
     ).mean_abs
@@ -163,10 +164,11 @@ def _reference(
     return gradients, off
 
 
-def _compare(
+def compare(
     ours: dict[str, torch.Tensor],
     theirs: dict[str, torch.Tensor],
 ) -> tuple[float, float]:
+    """Return the cosine of all gradients with a reference, and their relative error."""
     names = [name for name in theirs if name in ours]
     a = torch.cat([ours[name].double().flatten() for name in names])
     b = torch.cat([theirs[name].double().flatten() for name in names])

@@ -12,6 +12,7 @@ import shutil
 import signal
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ _TRAIN = (
     *("--rollout.max_prompt_tokens", "256", "--eval.problems", "4", "--eval-every", "2"),
     *("--reward", "tests.support.rewards:reward"),
 )
+
+PICTURE_TASK = ("--task", "drawn_shapes", "--rollout.pictures", "1")
+"""Options by which a run asks with drawn pictures."""
 
 
 def registered() -> dict[str, str]:
@@ -54,19 +58,23 @@ def registered() -> dict[str, str]:
     return {name: configs.get(types.get(name, ""), "") for name in architectures}
 
 
-def through_commands(name: str, folder: Path, scheme: str, dtype: str) -> dict[str, Any]:
+def through_commands(
+    name: str, folder: Path, scheme: str, dtype: str, more: Sequence[str] = ()
+) -> dict[str, Any]:
     """Return the row of the model in a folder: what the commands say, and how the run ended.
 
     `outcome` is one of "exact", "bounded" (log-probs differ), "refused", "crashed" (a traceback, a
     signal, or no end), "untrue" (a command says other than the run shows), and "not learned" (no
     step had rewards that differ: an untrained model whose head is its embedding may repeat its last
     token).
+
+    more: options beside the row's, which come after them.
     """
     row: dict[str, Any] = {"family": name, "scheme": scheme, "dtype": dtype}
     with tempfile.TemporaryDirectory() as temporary:
         run = Path(temporary) / "run"
         model = ("--model", folder, "--dtype", dtype)
-        chosen = (*model, *_TRAIN, "--scheme", scheme, "--output", run)
+        chosen = (*model, *_TRAIN, *more, "--scheme", scheme, "--output", run)
         listed = _command("schemes", *model)
         checked = _command("check", *chosen)
         results = {"schemes": listed, "check": checked}

@@ -185,7 +185,8 @@ def whole_inputs(whole: Any, processor: Any, prompt: Prompt) -> dict[str, Tensor
         text_kwargs={"return_mm_token_type_ids": True},
     )
     _require_same(inputs.pop("input_ids")[0].tolist(), prompt.token_ids)
-    names = inspect.signature(whole.forward).parameters
+    # a mask would be as long as the prompt, and there is no padding
+    names = inspect.signature(whole.forward).parameters.keys() - {"attention_mask"}
     chosen = {name: value for name, value in inputs.items() if name in names}
     return {**chosen, "input_ids": torch.tensor([prompt.token_ids])}
 

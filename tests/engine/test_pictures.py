@@ -1,7 +1,7 @@
 """Prompts with pictures: log-probs against sampler and transformers, and a whole run."""
 
-import inspect
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,13 @@ from qarl.quant.graph.packing import PictureRows, Sequences
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.rollout.engine import EngineError
 from qarl.rollout.picture_processors import load_processor
-from qarl.rollout.pictures import open_picture
 from qarl.rollout.types import Group, Prompt, Sampling
 from qarl.rollout.vllm.engine import VllmEngine
+from qarl.run.picture_check import check_pictures, require_right_pictures, whole_inputs
 from qarl.run.prompts import open_prompter
+from qarl.sync.audit import AuditError
 from qarl.tasks import Problem
-from qarl.tasks.base import Picture
+from qarl.tasks.base import PICTURE, Message, Picture
 from tests.support.engines import disturb, make_model, start_engine
 from tests.support.picture_models import PICTURE_FAMILIES, drawn, write_picture_model
 from tests.support.profiles import thorough
@@ -32,7 +33,7 @@ from tests.support.runs import SMALL, lines, succeeded
 pytestmark = pytest.mark.slow
 NEW = 24
 """Tokens of a completion."""
-FEW = ("idefics3", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5_moe")
+FEW = ("idefics3", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5_moe", "gemma3", "lfm2_vl", "mistral3")
 """Families of every run; the others, whose engine differs little, are in `make test-thorough`."""
 BOTH_DIRECTIONS = ("gemma3",)
 """Families in which a picture's tokens see all of the picture."""
@@ -77,7 +78,10 @@ def test_several_pictures_that_vllm_arranges_otherwise_are_refused(folder: Path,
 
 
 def prompts_of(folder: Path, numbers: tuple[int, ...], seed: int) -> list[Prompt]:
-    """Return prompts with so many pictures of drawn sizes, and texts of drawn lengths."""
+    """Return prompts with so many pictures of drawn sizes, and texts of drawn lengths.
+
+    The last prompt's pictures are in the second turn of a conversation.
+    """
     maker = open_prompter(
         folder, RolloutConfig(pictures=max(numbers), max_prompt_tokens=512), TaskConfig()
     )
@@ -87,7 +91,16 @@ def prompts_of(folder: Path, numbers: tuple[int, ...], seed: int) -> list[Prompt
         sizes = generator.integers(8, 150, (count, 2)).tolist()
         pictures = tuple(Picture.of(drawn(generator, *size)) for size in sizes)
         question = "how many " * int(generator.integers(1, 12))
-        prompts.append(maker.prompt(Problem(str(number), question, "", pictures=pictures)))
+        turns: tuple[Message, ...] = ()
+        if number and number == len(numbers) - 1:
+            asked: Message = {"role": "user", "content": f"{PICTURE * count} {question}"}
+            turns = (
+                {"role": "user", "content": "hi"},
+                {"role": "assistant", "content": "yes"},
+                asked,
+            )
+        problem = Problem(str(number), question, "", pictures=pictures, messages=turns)
+        prompts.append(maker.prompt(problem))
     return prompts
 
 
@@ -222,7 +235,7 @@ def test_delta_nets_see_the_pictures_where_transformers_do(folder: Path, tmp_pat
         tokens = torch.tensor(prompt.token_ids)
         expected = whole_logits(whole, processor, prompt, tokens[None])
         with torch.no_grad():
-            inputs = whole_inputs(processor, prompt)
+            inputs = whole_inputs(whole, processor, prompt)
             pixels = {name: inputs[name] for name in ("pixel_values", "image_grid_thw")}
             outputs = whole.model.get_image_features(**pixels)
         rows = torch.cat(list(outputs.pooler_output))
@@ -245,28 +258,14 @@ def whole_model(folder: Path) -> tuple[Any, Any]:
     return loader.from_pretrained(folder, dtype=torch.float32).eval(), load_processor(folder)
 
 
-def whole_inputs(processor: Any, prompt: Prompt) -> dict[str, torch.Tensor]:
-    """Return the whole model's arguments for a prompt, as the processor makes them."""
-    assert prompt.pictures is not None
-    pictures = [open_picture(file) for file in prompt.pictures.files]
-    text = processor.tokenizer.decode(list(prompt.pictures.token_ids))
-    types = {"return_mm_token_type_ids": True}
-    inputs = processor(text=[text], images=[pictures], return_tensors="pt", text_kwargs=types)
-    assert tuple(inputs["input_ids"][0].tolist()) == prompt.token_ids
-    return dict(inputs)
-
-
 def whole_logits(whole: Any, processor: Any, prompt: Prompt, tokens: torch.Tensor) -> torch.Tensor:
     """Return transformers' logits [T, V] of tokens [1, T] that begin with a prompt's."""
-    inputs = whole_inputs(processor, prompt)
-    for name in ("input_ids", "attention_mask"):
-        del inputs[name]
-    for name in ("mm_token_type_ids", "token_type_ids"):
-        if name in inputs:  # sampled tokens are text
-            kinds = inputs[name]
-            inputs[name] = torch.nn.functional.pad(kinds, (0, tokens.shape[1] - kinds.shape[1]))
-    names = inspect.signature(whole.forward).parameters
-    inputs = {name: value for name, value in inputs.items() if name in names}
+    inputs = whole_inputs(whole, processor, prompt)
+    del inputs["input_ids"]
+    for name, kinds in inputs.items():
+        if name.endswith("token_type_ids"):  # sampled tokens are text
+            more = tokens.shape[1] - kinds.shape[1]
+            inputs[name] = torch.nn.functional.pad(kinds, (0, more))
     with torch.no_grad():
         return whole(input_ids=tokens, **inputs).logits[0]
 
@@ -280,13 +279,38 @@ def test_pictures_for_an_engine_of_text_are_refused(folder: Path, tmp_path: Path
     engine.close()
 
 
-@pytest.mark.parametrize("folder", ["qwen3_vl_moe"], indirect=True)
+@pytest.mark.parametrize("folder", ["gemma3"], indirect=True)
+def test_the_comparison_before_a_run_finds_what_the_engine_gets_wrong(folder: Path, tmp_path: Path):
+    """Contract: another output of the tower, other places, and attention that reads pictures from
+    left to right are refused; the engine's own are not.
+    """
+    model = make_model(folder, "w8a8")
+    engine = start_engine(model, folder, tmp_path / "start", pictures=2, max_prompt_tokens=512)
+    (prompt,) = prompts_of(folder, (2,), seed=0)
+    ((answer,),) = engine.generate([prompt], Sampling(1, 1, seed=0))
+    engine.close()
+    right = answer.pictures
+    assert right is not None and right.sees is not None
+    checked = check_pictures(model, folder, prompt, right)
+    require_right_pictures(checked)
+    assert checked.tokens == len(prompt.token_ids) and not checked.unknown
+    for wrong in (
+        {"rows": 1.5 * right.rows},
+        {"places": right.places.roll(1)},
+        {"sees": None},
+    ):
+        with pytest.raises(AuditError, match=r"^pictures differ from transformers'"):
+            require_right_pictures(check_pictures(model, folder, prompt, replace(right, **wrong)))
+
+
+@pytest.mark.parametrize("folder", ["qwen3_vl_moe", "gemma3"], indirect=True)
 def test_a_run_with_pictures_is_exact_and_its_export_takes_pictures(folder: Path, tmp_path: Path):
     """Contract: two steps of `qarl train`, one before and one after it is resumed; evaluation, and
     evaluation of the export in a fresh engine.
 
     A mixture of Qwen3-VL, because its processor is ours, its pictures are placed on three axes,
-    they reach deeper layers, and transformers has no class for its language model alone.
+    they reach deeper layers, and transformers has no class for its language model alone; and Gemma
+    3, whose pictures are read in both directions.
     """
     run = tmp_path / "run"
     settings = json.loads((folder / "config.json").read_text())
@@ -294,9 +318,10 @@ def test_a_run_with_pictures_is_exact_and_its_export_takes_pictures(folder: Path
     flags += ["--reward", "tests.support.rewards:reward", "--rollout.pictures", "1"]
     flags += ["--rollout.max_prompt_tokens", "128", "--scheme", "w8a8", "--eval.problems", "4"]
     flags += ["--checkpoint-every", "1", "--prompts", "2", "--rollout.max_new_tokens", "8"]
-    succeeded("train", *flags, "--steps", "1", "--output", run)
+    begun = succeeded("train", *flags, "--steps", "1", "--output", run)
     done = succeeded("train", "--resume", run, "--steps", "2")
     assert "of the exported checkpoint in a fresh engine" in done.stdout
+    assert "pictures agree with transformers'" in begun.stdout
     metrics = lines(run)
     assert [line["learn/mismatch/equal"] for line in metrics] == [1, 1]
     assert len({line["digest"] for line in metrics}) == 2
