@@ -313,7 +313,7 @@ def whole_prefix(tensors: dict[str, torch.Tensor]) -> str:
 def test_a_models_own_parameters_are_a_towers():
     """Contract: LLaVA-NeXT's `image_newline` belongs to the whole's class itself; no layer of the
     language model is left out with it. vLLM's Qwens write a tower's name with a dot, and
-    LLaVA-OneVision's class does not say which parts it has. A model without an encoder (Gemma 4's
+    LLaVA-OneVision's class only marks which parts it has. A model without an encoder (Gemma 4's
     unified class) names no tower, and its embedder of patches in no list; nor does vLLM's general
     class for models with pictures or sound (VibeVoice-ASR), in which all parts are one's parts.
     """
@@ -328,6 +328,8 @@ def test_a_models_own_parameters_are_a_towers():
     assert [name for name, _ in without_towers(model)] == ["", *names]
     model.supports_multimodal = True  # type: ignore[assignment]
     assert [name for name, _ in without_towers(model)] == names
+    model._tower_model_names = ["vision_tower"]  # type: ignore[assignment]
+    assert [name for name, _ in without_towers(model)] == ["projector_head"]
     model.get_mm_mapping = lambda: parts  # type: ignore[assignment]
     assert [name for name, _ in without_towers(model)] == ["projector_head"]
     parts.tower_model = []

@@ -40,12 +40,15 @@ def without_towers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     They are frozen, and no other part of the code has layers for them. Nor has it for the model as
     a module, whose own parameters belong to such a part (LLaVA-NeXT's `image_newline`).
 
-    vLLM's mapping says which modules these parts are. The checkpoint's names cannot, because a
-    worker of an engine knows vLLM's names alone. The mapping has modules only, and says nothing of
-    the model's own parameters. No model is known in which one of them is the language model's.
+    vLLM's mapping says which modules these parts are, or, where a class has none (LLaVA-OneVision,
+    Cohere 2 Vision), the names that it marked as a tower's when it built them. The checkpoint's
+    names cannot, because a worker of an engine knows vLLM's names alone. The mapping has modules
+    only, and says nothing of the model's own parameters. No model is known in which one of them is
+    the language model's.
     """
     mapping = model.get_mm_mapping() if hasattr(model, "get_mm_mapping") else None  # type: ignore[operator]
-    parts = () if mapping is None else (*mapping.tower_model, *mapping.connector)
+    marked = getattr(model, "_tower_model_names", ())
+    parts = marked if mapping is None else (*mapping.tower_model, *mapping.connector)
     parts = tuple(part.rstrip(".") for part in parts)  # vLLM's Qwens write "visual."
     if mapping is not None and not mapping.tower_model:
         # no list has what embeds patches without an encoder (Gemma 4's unified class), nor what
