@@ -165,6 +165,26 @@ def families(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def pictures(rows: list[dict[str, Any]]) -> str:
+    """Return the table of `python -m benchmarks.pictures`, one row per family.
+
+    For each scheme a row has the fraction of equal log-probs, by the engine's layers and by the
+    learner's own, and the gradients' cosine and relative error. Then the comparison before a run,
+    and how the run ended.
+    """
+    schemes = [key for key, value in rows[0].items() if isinstance(value, dict) and key != "run"]
+    names = ("family", *schemes, "tower, of its size", "log-probs, nats (bound)", "run")
+    lines = [line(names), "|---|" + "---:|" * (len(names) - 2) + "---|"]
+    for row in rows:
+        first = row[schemes[0]]
+        log_probs = f"{first['difference']:.1e} ({first['bound']:.0e})"
+        cells = (_of_family(row[scheme]) for scheme in schemes)
+        lines.append(
+            line((row["family"], *cells, f"{first['tower']:.3f}", log_probs, row["run"]["outcome"]))
+        )
+    return _text(lines)
+
+
 def _through_commands(rows: list[dict[str, Any]]) -> str:
     """Return the table of `python -m benchmarks.families --commands`: one row per outcome and
     reason, with the families that have it, and the number of each outcome below.
@@ -871,6 +891,7 @@ TABLES: dict[str, Callable[[Any], str]] = {
     "delta": delta,
     "delivery": delivery,
     "families": families,
+    "pictures": pictures,
     "soak": soak,
     "server_faults": server_faults,
     "precision-gap": precision_gap,

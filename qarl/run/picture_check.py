@@ -37,7 +37,9 @@ from qarl.sync.audit import AuditError
 _SEED = 71
 """Seed of the random changes to products."""
 _TOWER_BOUND = 0.1
-"""Largest difference of two towers' outputs in 16 bits and float32, relative to their size."""
+"""Difference of two towers' outputs, relative to their size, that is always taken for rounding."""
+_TIMES_DTYPE = 3.0
+"""Multiple of the effect of the engine's dtype on transformers' tower that is, too."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class PictureCheck:
     """Largest mean |Δ log p| that rounding explains, in nats a token."""
     tower: float
     """Difference of the towers' outputs, relative to their size."""
+    tower_bound: float
+    """Largest difference of the towers' outputs that rounding explains."""
     tokens: int
     """Number of the prompt's tokens."""
     unknown: str = ""
@@ -59,7 +63,7 @@ class PictureCheck:
     def wrong(self) -> bool:
         """Return whether the two differ by more than rounding explains."""
         # A NaN is wrong, too.
-        agrees = self.difference <= self.bound and self.tower <= _TOWER_BOUND
+        agrees = self.difference <= self.bound and self.tower <= self.tower_bound
         return not self.unknown and not agrees
 
     def __str__(self) -> str:
@@ -67,8 +71,8 @@ class PictureCheck:
             return f"pictures were not compared with transformers': {self.unknown}"
         return (
             f"pictures {'differ from' if self.wrong else 'agree with'} transformers': what the"
-            f" tower made of them by {self.tower:.1e} of its size (up to {_TOWER_BOUND:.0e}), the"
-            f" log-probs of {self.tokens} tokens by {self.difference:.1e} nats a token in float32"
+            f" tower made of them by {self.tower:.1e} of its size (up to {self.tower_bound:.0e}),"
+            f" the log-probs of {self.tokens} tokens by {self.difference:.1e} nats a token in float32"
             f" (rounding explains up to {self.bound:.1e})"
         )
 
@@ -99,21 +103,28 @@ def check_pictures(
         pictures: what the engine made of them.
     """
     try:
-        hidden, embedded = _whole_outputs(folder, prompt, pictures)
+        hidden, embedded, rounding = _whole_outputs(folder, prompt, pictures)
     except Exception as error:  # transformers' classes may raise anything
         words = f"{type(error).__name__}: {error_text(error)}".partition("\n")[0]
         reason = f"its whole model cannot be run ({words})"
-        return PictureCheck(difference=0.0, bound=0.0, tower=0.0, tokens=0, unknown=reason)
+        return PictureCheck(
+            difference=0.0, bound=0.0, tower=0.0, tower_bound=0.0, tokens=0, unknown=reason
+        )
     gc.collect()
     actual, rerounded, expected = _all_logprobs(model, prompt, pictures, embedded, hidden)
-    rounding = float((rerounded - actual).abs().mean())
-    ours = pictures.rows.float().cpu()
     return PictureCheck(
         difference=float((actual - expected).abs().mean()),
-        bound=most_of_rounding(rounding),
-        tower=float((ours - embedded).norm() / embedded.norm().clamp_min(1e-30)),
+        bound=most_of_rounding(float((rerounded - actual).abs().mean())),
+        tower=_relative(pictures.rows, embedded),
+        tower_bound=max(_TOWER_BOUND, _TIMES_DTYPE * rounding),
         tokens=len(prompt.token_ids),
     )
+
+
+def _relative(actual: Tensor, expected: Tensor) -> float:
+    """Return ‖actual - expected‖ / ‖expected‖."""
+    actual = actual.float().cpu()
+    return float((actual - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
 def _all_logprobs(
@@ -151,22 +162,32 @@ def _all_logprobs(
 
 def _whole_outputs(
     folder: Path, prompt: Prompt, pictures: EmbeddedPictures
-) -> tuple[Tensor, Tensor]:
-    """Return transformers' last hidden states of a prompt, fp32 [T, C], and what its tower made of
-    the pictures, [P, C] or more columns (deepstack).
+) -> tuple[Tensor, Tensor, float]:
+    """Return transformers' last hidden states of a prompt, fp32 [T, C]; what its tower made of the
+    pictures, [P, C] or more columns (deepstack); and the relative effect of the engine's dtype on
+    the latter.
     """
     loader: Any = AutoModelForImageTextToText
     whole = loader.from_pretrained(folder, dtype=torch.float32).eval()
+    inputs = whole_inputs(whole, load_processor(folder), prompt)
     seen: dict[str, Any] = {}
 
     def look(module: Any, args: Any, kwargs: Any, output: Any) -> None:
         seen.update(kwargs, output=output)
 
+    def rows() -> Tensor:
+        whole(**inputs)
+        deeper = seen.get("deepstack_visual_embeds") or ()
+        return torch.cat([seen["inputs_embeds"][0, pictures.places], *deeper], -1)
+
     whole.get_decoder().register_forward_hook(look, with_kwargs=True)
-    whole(**whole_inputs(whole, load_processor(folder), prompt))
-    deeper = seen.get("deepstack_visual_embeds") or ()
-    rows = torch.cat([seen["inputs_embeds"][0, pictures.places], *deeper], -1)
-    return seen["output"].last_hidden_state[0], rows
+    embedded = rows()
+    hidden = seen["output"].last_hidden_state[0]
+    dtype = pictures.rows.dtype
+    whole.to(dtype)
+    for name, value in inputs.items():
+        inputs[name] = value.to(dtype) if value.is_floating_point() else value
+    return hidden, embedded, _relative(rows(), embedded)
 
 
 def whole_inputs(whole: Any, processor: Any, prompt: Prompt) -> dict[str, Tensor]:

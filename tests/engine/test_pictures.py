@@ -35,7 +35,7 @@ NEW = 24
 """Tokens of a completion."""
 FEW = ("idefics3", "qwen2_5_vl", "qwen3_vl_moe", "qwen3_5_moe", "gemma3", "lfm2_vl", "mistral3")
 """Families of every run; the others, whose engine differs little, are in `make test-thorough`."""
-BOTH_DIRECTIONS = ("gemma3",)
+BOTH_DIRECTIONS = ("gemma3", "gemma4")
 """Families in which a picture's tokens see all of the picture."""
 DELTA_NETS = ("qwen3_5", "qwen3_5_moe")
 """Families whose layers vLLM computes in bfloat16 alone."""

@@ -5,6 +5,7 @@ tests/engine/test_publish.py checks that it gives the engine's bits.
 from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +53,15 @@ def attend(
 ) -> torch.Tensor:
     q, k, v = rows
     return by(q, k, v, sinks, scoring, row)
+
+
+def test_layers_without_a_window_read_pictures_from_left_to_right_where_others_are_marked():
+    """Contract: Gemma 4's layers with a window are marked by vLLM; Gemma 3's have no mark."""
+    mark = "mm_prefix_clamp_sliding_window"
+    marked, other, unmarked = (SimpleNamespace(**{mark: value}) for value in (True, False, False))
+    assert kernel.sees_pictures_whole(marked, [marked, other])
+    assert not kernel.sees_pictures_whole(other, [marked, other])
+    assert kernel.sees_pictures_whole(unmarked, [other, unmarked])
 
 
 @pytest.mark.parametrize("window", [None, 60])

@@ -46,6 +46,7 @@ from qarl.quant.graph.packing import PictureRows, Sequences
 from qarl.quant.graph.router_log import RouterLog
 from qarl.quant.graph.skeleton import Skeleton
 from qarl.quant.kernels.base import KernelError, Scoring
+from qarl.quant.kernels.cpu_attention import sees_pictures_whole
 from qarl.quant.kernels.engine_layers import operator_kind, without_towers
 from qarl.quant.layers.compute_copy import MasterCopy
 from qarl.quant.layers.context import LayerContext
@@ -336,6 +337,8 @@ class Graph:
         published = replace(scoring, fp8=fp8, fp8_queries=fp8_queries)
         shared = module.kv_sharing_target_layer_name
         own_name = str(module.layer_name)
+        layers = [m for m in self.module.modules() if isinstance(m, Attention)]
+        whole = sees_pictures_whole(module, layers)
         # Sinks are a parameter of another module, into which `hidden` puts the trained copy.
         owner = self._owners.get(id(getattr(implementation, "sinks", None)))
 
@@ -353,7 +356,10 @@ class Graph:
                     self._step.keys[own_name] = k, v
             sinks = None if owner is None else getattr(*owner)
             now = published if self._context.multiplies_codes else scoring
-            return attention(q, k, v, sinks, now, self._step.sequences).flatten(1)
+            sequences = self._step.sequences
+            if not whole and sequences.sees is not None:
+                sequences = replace(sequences, sees=None)
+            return attention(q, k, v, sinks, now, sequences).flatten(1)
 
         return attend
 

@@ -17,8 +17,9 @@ Axes: N queries of all sequences, S keys of all sequences, B sequences, H heads,
 values, D head size, R requests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig
@@ -94,6 +95,19 @@ def short_requests(start: torch.Tensor, seen: torch.Tensor, queries: int) -> Req
         seen=(seen.long()[sequence] - lengths[sequence] + end).to(torch.int32),
         sequence=sequence,
     )
+
+
+def sees_pictures_whole(layer: Any, layers: Iterable[Any]) -> bool:
+    """Return whether a picture's tokens see all of it in a layer, if they do in any.
+
+    In Gemma 3 they do in all, in Gemma 4 in those with a window, which vLLM marks.
+
+    Args:
+        layer: vLLM's `Attention`.
+        layers: all of the model's.
+    """
+    mark = "mm_prefix_clamp_sliding_window"
+    return getattr(layer, mark, False) or not any(getattr(other, mark, False) for other in layers)
 
 
 def separate_pictures(start: torch.Tensor, seen: torch.Tensor, sees: torch.Tensor) -> Requests:

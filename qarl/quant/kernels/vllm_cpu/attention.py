@@ -11,8 +11,8 @@ Four faults of vLLM 0.32 are worked around:
   `quant.graph.attention.torch_attention` does. Here the fp32 kernel runs with AMX too. Remove this
   when an option of vLLM chooses the kernel.
 - vLLM leaves out that tokens of a picture see all of the picture, where a model was trained so
-  (Gemma 3). Here each of them is a request of its own, which sees the picture's last token. Remove
-  this when vLLM's backend for CPUs supports `mm_prefix`.
+  (Gemma 3, and Gemma 4 in layers with a window). Here each of them is a request of its own, which
+  sees the picture's last token. Remove this when vLLM's backend for CPUs supports `mm_prefix`.
 - vLLM writes an FP8 cache by truncation (1.1 becomes 1.0), whereas GPUs round to the nearest. Here
   keys and values are rounded before they are written. Remove this when vLLM's kernel rounds.
 """
@@ -33,7 +33,11 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from qarl.quant.kernels.cpu_attention import all_requests, queries_per_request
+from qarl.quant.kernels.cpu_attention import (
+    all_requests,
+    queries_per_request,
+    sees_pictures_whole,
+)
 from qarl.quant.materialize.fp8 import fp8_values
 
 
@@ -46,6 +50,14 @@ class ExactAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
             self.isa = "vec"
             self._set_isa_to_layers(layer_names)
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names).values()
+        everywhere = get_layers_from_vllm_config(vllm_config, Attention).values()
+        whole = {sees_pictures_whole(layer, everywhere) for layer in layers}
+        if len(whole) > 1 and vllm_config.model_config.is_mm_prefix_lm:
+            raise NotImplementedError(
+                "vLLM plans the attention of all layers together, and tokens of a picture see all"
+                " of it in some of them only"
+            )
+        self._sees_pictures_whole = True in whole
         self._widest_window = max(
             (getattr(layer.impl, "sliding_window", -1) for layer in layers), default=-1
         )
@@ -74,7 +86,8 @@ class ExactAttentionMetadataBuilder(CPUAttentionMetadataBuilder):
         # The tensors may be padded.
         start = batch.query_start_loc[: batch.num_reqs + 1]
         seen = batch.seq_lens[: batch.num_reqs]
-        sees = _sees(start, seen, batch.mm_req_doc_ranges or {})
+        pictures = batch.mm_req_doc_ranges if self._sees_pictures_whole else None
+        sees = _sees(start, seen, pictures or {})
         if sees is None and batch.max_query_len <= queries:
             return batch
         requests = all_requests(start, seen, queries, sees)
