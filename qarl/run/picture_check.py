@@ -72,8 +72,8 @@ class PictureCheck:
         return (
             f"pictures {'differ from' if self.wrong else 'agree with'} transformers': what the"
             f" tower made of them by {self.tower:.1e} of its size (up to {self.tower_bound:.0e}),"
-            f" the log-probs of {self.tokens} tokens by {self.difference:.1e} nats a token in float32"
-            f" (rounding explains up to {self.bound:.1e})"
+            f" the log-probs of {self.tokens} tokens by {self.difference:.1e} nats a token in"
+            f" float32 (rounding explains up to {self.bound:.1e})"
         )
 
 

@@ -340,32 +340,6 @@ FAMILIES: dict[str, PictureFamily] = {
         },
         processor={"processor_class": "PaddleOCRVLProcessor"},
     ),
-    "granite4_vision": PictureFamily(
-        config="Granite4VisionConfig",
-        model="Granite4VisionForConditionalGeneration",
-        tokens={"image_token_id": "<image>"},
-        text={"model_type": "granite"},
-        vision=_SIGLIP,
-        whole={
-            "image_grid_pinpoints": _GRID,
-            "downsample_rate": "2/4",
-            "deepstack_layer_map": [[-1, 0]],
-            "spatial_target_layers": [1],
-            "use_image_newline_parameter": True,
-        },
-        pixels={
-            "image_processor_type": "LlavaNextImageProcessor",
-            "image_grid_pinpoints": _GRID,
-            "size": {"height": TILE, "width": TILE},
-            "crop_size": {"height": TILE, "width": TILE},
-        },
-        processor={
-            "processor_class": "Granite4VisionProcessor",
-            "patch_size": PATCH,
-            "vision_feature_select_strategy": "full",
-            "downsample_rate": "2/4",
-        },
-    ),
     "gemma4": PictureFamily(
         config="Gemma4Config",
         model="Gemma4ForConditionalGeneration",
