@@ -104,6 +104,14 @@ def prompts_of(folder: Path, numbers: tuple[int, ...], seed: int) -> list[Prompt
     return prompts
 
 
+def late_picture(folder: Path) -> Prompt:
+    """Return a prompt whose picture comes after 80 words."""
+    maker = open_prompter(folder, RolloutConfig(pictures=1, max_prompt_tokens=512), TaskConfig())
+    picture = Picture.of(drawn(np.random.default_rng(0), 40, 40))
+    turn = {"role": "user", "content": "how many " * 40 + PICTURE}
+    return maker.prompt(Problem("late", "how many", "", pictures=(picture,), messages=(turn,)))
+
+
 def sampled(engine: VllmEngine, prompts: list[Prompt], samples: int, seed: int) -> Batch:
     """Return a batch of completions of each prompt."""
     completions = engine.generate(prompts, Sampling(samples, NEW, seed=seed, ignore_end=True))
@@ -282,12 +290,14 @@ def test_pictures_for_an_engine_of_text_are_refused(folder: Path, tmp_path: Path
 @pytest.mark.parametrize("folder", ["gemma3"], indirect=True)
 def test_the_comparison_before_a_run_finds_what_the_engine_gets_wrong(folder: Path, tmp_path: Path):
     """Contract: another output of the tower, other places, and attention that reads pictures from
-    left to right are refused; the engine's own are not.
+    left to right are refused; the engine's own are not. So is a picture beyond a layer's window.
     """
     model = make_model(folder, "w8a8")
     engine = start_engine(model, folder, tmp_path / "start", pictures=2, max_prompt_tokens=512)
     (prompt,) = prompts_of(folder, (2,), seed=0)
     ((answer,),) = engine.generate([prompt], Sampling(1, 1, seed=0))
+    with pytest.raises(EngineError, match=r"ends at its token \d+, .* have windows of 64 tokens"):
+        engine.generate([late_picture(folder)], Sampling(1, 1))
     engine.close()
     right = answer.pictures
     assert right is not None and right.sees is not None
