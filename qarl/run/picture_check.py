@@ -16,6 +16,7 @@ Axes: T tokens of the prompt, P of them in the places of pictures, C hidden colu
 
 import gc
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from qarl.configs.words import error_text
+from qarl.planning.machine import available_memory
+from qarl.planning.memory import GIB
+from qarl.quant.checkpoint.folder import tensor_shapes
 from qarl.quant.graph.packing import PictureRows, Sequences
 from qarl.quant.model.low_bit_model import LowBitModel
 from qarl.quant.model.operator_check import most_of_rounding
@@ -94,7 +98,8 @@ def check_pictures(
 ) -> PictureCheck:
     """Compare the engine's pictures, and its model of a prompt with them, with transformers'.
 
-    transformers' whole model is loaded in float32 and freed again.
+    transformers' whole model is loaded in float32 and freed again. If there is no memory for it,
+    nothing is compared, which the result says.
 
     Args:
         model: has the masters of the folder, before any update.
@@ -102,14 +107,17 @@ def check_pictures(
         prompt: with pictures.
         pictures: what the engine made of them.
     """
+    needed = 4 * sum(map(math.prod, tensor_shapes(folder).values()))
+    if needed > (free := available_memory()):
+        return _not_compared(
+            f"its whole model takes {needed / GIB:.1f} GiB in float32, and {free / GIB:.1f} GiB are"
+            " free"
+        )
     try:
         hidden, embedded, rounding = _whole_outputs(folder, prompt, pictures)
     except Exception as error:  # transformers' classes may raise anything
         words = f"{type(error).__name__}: {error_text(error)}".partition("\n")[0]
-        reason = f"its whole model cannot be run ({words})"
-        return PictureCheck(
-            difference=0.0, bound=0.0, tower=0.0, tower_bound=0.0, tokens=0, unknown=reason
-        )
+        return _not_compared(f"its whole model cannot be run ({words})")
     gc.collect()
     actual, rerounded, expected = _all_logprobs(model, prompt, pictures, embedded, hidden)
     return PictureCheck(
@@ -118,6 +126,13 @@ def check_pictures(
         tower=_relative(pictures.rows, embedded),
         tower_bound=max(_TOWER_BOUND, _TIMES_DTYPE * rounding),
         tokens=len(prompt.token_ids),
+    )
+
+
+def _not_compared(reason: str) -> PictureCheck:
+    """Return the result that says why nothing was compared."""
+    return PictureCheck(
+        difference=0.0, bound=0.0, tower=0.0, tower_bound=0.0, tokens=0, unknown=reason
     )
 
 

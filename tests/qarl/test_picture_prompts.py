@@ -1,5 +1,6 @@
 """Prompts with pictures by a model folder's processor, and what is refused before a run begins."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from qarl.configs.schema.rollout import RolloutConfig
 from qarl.configs.schema.task import TaskConfig
 from qarl.embedded.recipe import ensure_tiny
 from qarl.preflight.files import check_processes
+from qarl.run import picture_check
 from qarl.run.prompts import Prompter, open_prompter
 from qarl.tasks import Problem
 from qarl.tasks.base import PICTURE, Picture
@@ -140,3 +142,16 @@ def test_pictures_are_for_one_process():
     check_processes(config, 1)
     with pytest.raises(ConfigError, match=r"rollout\.pictures 1 is for one process, not 2"):
         check_processes(config, 2)
+
+
+def test_pictures_are_not_compared_where_the_whole_model_has_no_room(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Contract: nothing is loaded, nothing is refused, and the result says how much is needed."""
+    monkeypatch.setattr(picture_check, "available_memory", lambda: 1 << 10)
+    unused: Any = None
+    checked = picture_check.check_pictures(unused, folder, unused, unused)
+    assert not checked.wrong
+    assert re.search(
+        r"not compared .* takes \d+\.\d GiB in float32, and 0\.0 GiB are free", str(checked)
+    )
