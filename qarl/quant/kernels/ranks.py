@@ -46,8 +46,8 @@ class RowParallelMatmul:
 def sum_of_ranks(outputs: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the sum of the ranks' outputs, as the engine's all-reduce computes it.
 
-    They are added from the first to the last in fp32, and rounded once. Of two outputs every order
-    has the same sum. Of more, `quant.kernels.vllm_cpu.all_reduce` makes ranks on CPUs add so.
+    They are added from the first to the last in fp32, and rounded once.
+    `quant.kernels.vllm_cpu.all_reduce` makes ranks on CPUs add so.
     """
     total = outputs[0].to(torch.float32)
     for output in outputs[1:]:
