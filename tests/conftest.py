@@ -4,6 +4,7 @@ import dataclasses
 import os
 import shutil
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ quiet_libraries()
 # Read at import.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch  # noqa: E402
 
 # Registers the profiles before hypothesis' plugin loads one. Libraries are quieted above.
 import tests.support.profiles  # noqa: E402, F401
@@ -62,6 +65,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     rank = {name: place for place, name in enumerate(LONGEST)}
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: rank.get(item.path.parent.name, len(rank)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Restore torch's dispatch keys after a test that left them changed, and warn of it.
+
+    They belong to the thread. In some runs, a test that compiles gradients left autograd's keys
+    excluded, and every later test of its process that needs a gradient failed. Why is unknown.
+    """
+    before = _dispatch_keys()
+    with torch._C._PreserveDispatchKeyGuard():
+        result = yield
+        after = _dispatch_keys()
+    if after != before:
+        item.warn(pytest.PytestWarning(f"dispatch keys were {before} and became {after}"))
+    return result
+
+
+def _dispatch_keys() -> tuple[str, str]:
+    """Return the keys that torch excludes and includes in this thread."""
+    return (
+        str(torch._C._dispatch_tls_local_exclude_set()),
+        str(torch._C._dispatch_tls_local_include_set()),
+    )
 
 
 @pytest.fixture(scope="session")
