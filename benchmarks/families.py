@@ -134,6 +134,17 @@ def _gradients(model: LowBitModel, batch: Batch) -> dict[str, torch.Tensor]:
     return {n: p.grad for n, p in model.masters.items() if p.grad is not None}
 
 
+def dequantized_masters(model: LowBitModel) -> dict[int, torch.Tensor]:
+    """Return the weights that the codes stand for, by the identity (`id`) of their master."""
+    values = {id(layer.master): layer.weight_used() for layer in model.linears.values()}
+    for experts in model.experts.values():
+        stacks = experts.stacks_used(torch.float32)
+        if experts.shape.layout.transposed:
+            stacks = tuple(stack.transpose(1, 2) for stack in stacks)
+        values |= dict(zip(map(id, experts.masters), stacks, strict=True))
+    return values
+
+
 def _reference(
     model: LowBitModel, reference: Any, batch: Batch
 ) -> tuple[dict[str, torch.Tensor], float]:
@@ -141,13 +152,7 @@ def _reference(
 
     The second value is the mean |Δ log p| between this reference and the sampler.
     """
-    # dequantized weights by the identity of their master
-    values = {id(layer.master): layer.weight_used() for layer in model.linears.values()}
-    for experts in model.experts.values():
-        stacks = experts.stacks_used(torch.float32)
-        if experts.shape.layout.transposed:
-            stacks = tuple(stack.transpose(1, 2) for stack in stacks)
-        values |= dict(zip(map(id, experts.masters), stacks, strict=True))
+    values = dequantized_masters(model)
     names = {name: values.get(id(parameter)) for name, parameter in model.loaded.items()}
     parameters = dict(reference.named_parameters())
     with torch.no_grad():

@@ -29,7 +29,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForImageTextToText
 
-from benchmarks.families import compare, publish_another, weights_of_loss
+from benchmarks.families import (
+    compare,
+    dequantized_masters,
+    publish_another,
+    weights_of_loss,
+)
 from benchmarks.family_commands import PICTURE_TASK, through_commands
 from qarl.cli.options import json_file, write_json
 from qarl.configs.schema.rollout import RolloutConfig
@@ -131,12 +136,7 @@ def _whole_gradients(
     loader: Any = AutoModelForImageTextToText
     whole = loader.from_pretrained(folder, dtype=torch.float32).eval()
     parameters = _language_parameters(whole, model)
-    values = {id(layer.master): layer.weight_used() for layer in model.linears.values()}
-    for experts in model.experts.values():
-        stacks = experts.stacks_used(torch.float32)
-        if experts.shape.layout.transposed:
-            stacks = tuple(stack.transpose(1, 2) for stack in stacks)
-        values |= dict(zip(map(id, experts.masters), stacks, strict=True))
+    values = dequantized_masters(model)
     with torch.no_grad():
         for name, parameter in parameters.items():
             value = values.get(id(model.loaded[name]))
